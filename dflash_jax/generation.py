@@ -1,0 +1,260 @@
+"""Generation: binds a pair's models to the decoder, picks capacities, returns plain lists."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from dflash_jax import array_typing as at
+from dflash_jax.cache import KVCache
+from dflash_jax.decode import (
+    LENGTH,
+    NO_TOKEN,
+    RUNNING,
+    STOP,
+    Models,
+    State,
+    choose,
+    decode,
+    prefill,
+)
+from dflash_jax.models.draft import DFlashDraftModel
+from dflash_jax.models.transformer import Transformer
+from dflash_jax.pair import Draft, Target
+
+PREFILL_CHUNK = 64
+MIN_CAPACITY = 256
+_MAX_ROUNDS = np.int32(2**31 - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetModel:
+    """`decode.TargetFns` of a `Transformer`; `params["target"]` are its parameters."""
+
+    module: Transformer
+
+    def forward(
+        self, params: Any, tokens: at.Tokens, cache: KVCache
+    ) -> tuple[at.Hidden, at.Context, KVCache]:
+        return self.module.apply({"params": params["target"]}, tokens, cache)
+
+    def logits(self, params: Any, hidden: at.Hidden) -> at.Logits:
+        return self.module.apply({"params": params["target"]}, hidden, method="logits")
+
+    def embed(self, params: Any, tokens: at.Tokens) -> at.Hidden:
+        return self.module.apply({"params": params["target"]}, tokens, method="embed")
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModel:
+    """`decode.DraftFns` of a `DFlashDraftModel`, with the target's embedding and head.
+
+    `params["draft"]` and `params["target"]` are the two models' parameters.
+    """
+
+    module: DFlashDraftModel
+    target: TargetModel
+
+    def extend(self, params: Any, context: at.Context, cache: KVCache) -> KVCache:
+        context = context.astype(params["draft"]["fc"]["weight"].dtype)
+        return self.module.apply({"params": params["draft"]}, context, cache, method="extend")
+
+    def propose(
+        self, params: Any, anchor: at.Rows, cache: KVCache, block_size: int
+    ) -> tuple[Int[Array, "B P"], KVCache]:
+        logits, cache = self.block_logits(params, anchor, cache, block_size)
+        return choose(logits), cache
+
+    def block_logits(
+        self, params: Any, anchor: at.Rows, cache: KVCache, block_size: int
+    ) -> tuple[at.Logits, KVCache]:
+        """Logits `[V, B, P]` of slots 1..Q-1; slot 0 is the anchor."""
+        masks = jnp.full(
+            (len(anchor), block_size - 1), self.module.config.mask_token_id, anchor.dtype
+        )
+        x = self.target.embed(params, jnp.concatenate([anchor[:, None], masks], axis=1))
+        x = x.astype(params["draft"]["fc"]["weight"].dtype)
+        hidden, cache = self.module.apply({"params": params["draft"]}, x, cache)
+        return self.target.logits(params, hidden[:, :, 1:]), cache
+
+
+def bind(
+    target: Target, draft: Draft | None, block_size: int | None = None
+) -> tuple[Models, dict[str, Any]]:
+    """The decoder's models and parameters of a pair.
+
+    Raises:
+        ValueError: If `block_size` is not in [1, the draft's trained block size].
+    """
+    if draft is None:
+        if block_size not in (None, 1):
+            raise ValueError(
+                f"{block_size=} without a draft: plain decoding reads one token a round"
+            )
+        return Models(TargetModel(Transformer(target.config)), None, 1), {"target": target.params}
+    c = draft.config
+    block_size = c.block_size if block_size is None else block_size
+    if not 1 <= block_size <= c.block_size:
+        raise ValueError(
+            f"{block_size=} must be in [1, {c.block_size}], the draft's trained block size"
+        )
+    model = TargetModel(Transformer(target.config, c.target_layer_ids, c.last_tap))
+    fns = DraftModel(DFlashDraftModel(c), model)
+    return Models(model, fns, block_size), {"target": target.params, "draft": draft.params}
+
+
+def capacity(tokens: int) -> int:
+    """The bucket for `tokens` slots: the next power of two, at least `MIN_CAPACITY`."""
+    return max(MIN_CAPACITY, 1 << (tokens - 1).bit_length())
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What `generate` returns; every list has an entry a prompt.
+
+    Attributes:
+        tokens: Generated ids, without the prompt; a stop id that ended the row is kept.
+        finish: Why the row ended: "stop" or "length".
+        rounds: Tokens committed by each round (each pass of the target after prefill). The first
+            token comes from prefill and belongs to no round.
+    """
+
+    tokens: list[list[int]]
+    finish: list[Literal["stop", "length"]]
+    rounds: list[list[int]]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens a round (tau); NaN if no round ran."""
+        counts = [count for row in self.rounds for count in row]
+        return float(np.mean(counts)) if counts else float("nan")
+
+
+def generate(
+    target: Target,
+    draft: Draft | None,
+    prompts: Sequence[Sequence[int]] | np.ndarray,
+    *,
+    max_new_tokens: int,
+    stop_token_ids: Sequence[int] | None = None,
+    block_size: int | None = None,
+) -> Generation:
+    """Decodes greedily; with a draft the tokens are the same and the passes of the target fewer.
+
+    Args:
+        target: From `load_target`.
+        draft: From `load_draft`, or None for plain autoregressive decoding.
+        prompts: Token ids of each prompt, of any lengths.
+        max_new_tokens: Exact, unless a stop id or the target's last position comes first.
+        stop_token_ids: Default: the target's own.
+        block_size: Q; default: the draft's.
+
+    Raises:
+        ValueError: For an empty or too long prompt, an id outside the vocabulary, or a number out of
+            bounds.
+        FloatingPointError: If the target's logits are not numbers.
+    """
+    stops = target.stop_token_ids if stop_token_ids is None else tuple(stop_token_ids)
+    prompts = [[int(i) for i in prompt] for prompt in prompts]
+    _check(target, prompts, max_new_tokens, stops)
+    models, params = bind(target, draft, block_size)
+    longest = max(len(p) for p in prompts)
+    positions = target.config.max_position_embeddings
+    limits = [min(max_new_tokens, positions - len(p)) for p in prompts]
+    state = new_state(
+        target, prompts, limits, stops, capacity(longest + max(PREFILL_CHUNK, models.block_size))
+    )
+    if draft is not None:
+        state = state.replace(draft=new_draft_cache(draft, len(prompts), state.size))
+    state = prefill(models, params, state, chunk=PREFILL_CHUNK)
+    while True:
+        state = decode(models, params, state, _MAX_ROUNDS)
+        finish = np.asarray(state.finish)
+        if np.all(finish != RUNNING):
+            break
+        state = state.grow(2 * state.size)
+    return _result(
+        target,
+        prompts,
+        jax.device_get((state.tokens, state.length, state.committed, state.rounds)),
+        finish,
+    )
+
+
+def _check(
+    target: Target, prompts: list[list[int]], max_new_tokens: int, stops: tuple[int, ...]
+) -> None:
+    V, positions = target.config.vocab_size, target.config.max_position_embeddings
+    if not prompts:
+        raise ValueError("prompts is empty")
+    if max_new_tokens < 0:
+        raise ValueError(f"{max_new_tokens=} must be at least 0")
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {i} is empty")
+        if len(prompt) > positions:
+            raise ValueError(
+                f"prompt {i} has {len(prompt)} tokens; the target has {positions} positions"
+            )
+        outside = [t for t in prompt if not 0 <= t < V]
+        if outside:
+            raise ValueError(f"prompt {i} holds id {outside[0]}, outside the vocabulary [0, {V})")
+    outside = [t for t in stops if not 0 <= t < V]
+    if outside:
+        raise ValueError(f"stop_token_ids holds {outside[0]}, outside the vocabulary [0, {V})")
+
+
+def _result(target: Target, prompts: list[list[int]], arrays, finish: np.ndarray) -> Generation:
+    tokens, length, committed, rounds = arrays
+    out = [t[len(p) : n].tolist() for p, t, n in zip(prompts, tokens, length)]
+    if any(t >= target.config.vocab_size for row in out for t in row):
+        raise FloatingPointError("the target's logits are NaN: its weights or the dtype overflow")
+    names: dict[int, Literal["stop", "length"]] = {STOP: "stop", LENGTH: "length"}
+    return Generation(
+        out, [names[int(f)] for f in finish], [c[:n].tolist() for c, n in zip(committed, rounds)]
+    )
+
+
+def new_draft_cache(draft: Draft, rows: int, size: int) -> KVCache:
+    """An empty context cache in the draft's own shape and dtype."""
+    c = draft.config
+    dtype = draft.params["fc"]["weight"].dtype
+    return KVCache.zeros(c.num_hidden_layers, rows, c.num_key_value_heads, size, c.head_dim, dtype)
+
+
+def new_state(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: Sequence[int],
+    stop_token_ids: Sequence[int],
+    size: int,
+) -> State:
+    """A state of fresh rows with nothing prefilled and no draft cache."""
+    B, c = len(prompts), target.config
+    tokens = np.zeros((B, size), np.int32)
+    for row, prompt in zip(tokens, prompts):
+        row[: len(prompt)] = prompt
+    length = np.array([len(p) for p in prompts], np.int32)
+    # Padded to a power of two, so that the number of stop ids seldom recompiles.
+    width = max(8, 1 << (len(stop_token_ids) - 1).bit_length()) if stop_token_ids else 8
+    stops = np.full((B, width), NO_TOKEN, np.int32)
+    stops[:, : len(stop_token_ids)] = stop_token_ids
+    dtype = jax.tree.leaves(target.params)[0].dtype
+    # Donated, so no two arrays may share a buffer: `array` copies, where `asarray` may not.
+    return State(
+        tokens=jnp.array(tokens),
+        length=jnp.array(length),
+        limit=jnp.array(length + np.asarray(max_new_tokens, np.int32)),
+        stop_ids=jnp.array(stops),
+        finish=jnp.full((B,), RUNNING, jnp.int32),
+        rounds=jnp.zeros((B,), jnp.int32),
+        committed=jnp.zeros((B, size), jnp.int32),
+        target=KVCache.zeros(
+            c.num_hidden_layers, B, c.num_key_value_heads, size, c.head_dim, dtype
+        ),
+        draft=None,
+    )

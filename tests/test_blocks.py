@@ -1,0 +1,325 @@
+"""The training forward: against NeMo's numbers, block by block, and against the decoder."""
+
+import functools
+import json
+
+import fakes
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file
+
+from dflash_jax.cache import KVCache
+from dflash_jax.decode import decode, prefill
+from dflash_jax.generation import bind, new_draft_cache, new_state
+from dflash_jax.models.draft import DFlashDraftModel
+from dflash_jax.models.transformer import Transformer
+from dflash_jax.pair import load_draft, load_target
+from train.anchors import sample_anchors
+from train.losses import acceptance_length
+from train.step import block_hidden, block_loss, make_blocks
+
+CROSS_ENTROPY = (("cross_entropy", 1.0),)
+CONFIG = fakes.DRAFT
+MODULE = DFlashDraftModel(CONFIG)
+PARAMS = fakes.random_params(CONFIG, 1)
+WIDTH = len(CONFIG.target_layer_ids) * CONFIG.hidden_size
+apply_blocks = jax.jit(functools.partial(MODULE.apply, method="blocks"))
+hidden_of = jax.jit(block_hidden, static_argnums=0)
+loss_and_gradients = jax.jit(
+    jax.value_and_grad(block_loss, argnums=4, has_aux=True), static_argnums=(0, 1, 2, 3)
+)
+
+
+@pytest.fixture(scope="module")
+def golden_pair(golden):
+    target = load_target(golden / "targets/qwen3_gqa", dtype=jnp.float32)
+    return target, load_draft(golden / "drafts/dflash_full", target, dtype=jnp.float32)
+
+
+def normal(seed: int, *shape: int):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+# Against NeMo Automodel's trainer.
+
+
+@pytest.fixture(scope="module")
+def nemo(golden):
+    case = json.loads((golden / "training/nemo_dflash/case.json").read_text())
+    return case, load_file(golden / "training/nemo_dflash/expected.safetensors")
+
+
+@pytest.fixture(scope="module", params=["gamma", "nogamma"])
+def nemo_run(request, nemo, golden_pair):
+    """The run's name, its totals and gradients by this trainer, and its blocks."""
+    case, arrays = nemo
+    target, draft = golden_pair
+    assert (draft.config.block_size, draft.config.mask_token_id) == (6, 253)
+    blocks = make_blocks(
+        jnp.asarray(arrays["input_ids"], jnp.int32),
+        jnp.asarray(arrays["features"]),
+        jnp.asarray(arrays["loss_mask"]) > 0,
+        jnp.asarray(arrays["anchors"], jnp.int32),
+        jnp.asarray(arrays["keep"]),
+        case["block_size"],
+    )
+    gamma = case["gamma"] if request.param == "gamma" else None
+    embedding, head = (target.params[k]["weight"] for k in ("embed_tokens", "lm_head"))
+    (value, totals), grads = loss_and_gradients(
+        DFlashDraftModel(draft.config), CROSS_ENTROPY, gamma, 7, draft.params, embedding, head,
+        jnp.ones(arrays["features"].shape[2]), blocks,
+    )  # fmt: skip
+    return request.param, value, totals, grads, blocks
+
+
+def close(nemo, kind: str, run: str, name: str, value):
+    case, arrays = nemo
+    np.testing.assert_allclose(value, arrays[f"{run}_{name}"], **case["tolerances"][kind])
+
+
+def test_loss_and_weight_equal_nemos(nemo, nemo_run):
+    run, value, totals, _, _ = nemo_run
+    close(nemo, "loss", run, "loss", value)
+    close(nemo, "metrics", run, "loss_weight", totals.weight)
+
+
+def test_correct_tokens_and_acceptance_length_equal_nemos(nemo, nemo_run):
+    run, _, totals, _, blocks = nemo_run
+    correct = totals.correct.reshape(blocks.labels.shape)
+    number = (correct & blocks.counts).sum()
+    close(nemo, "metrics", run, "correct_tokens", number)
+    close(nemo, "metrics", run, "valid_tokens", blocks.counts.sum())
+    close(nemo, "metrics", run, "accuracy", number / blocks.counts.sum())
+    length, count = acceptance_length(correct, blocks.counts, blocks.real)
+    close(nemo, "metrics", run, "accept_len_sum", length)
+    close(nemo, "metrics", run, "valid_blocks", count)
+    close(nemo, "metrics", run, "accept_len", length / count)
+
+
+def test_gradients_equal_nemos(nemo, nemo_run):
+    run, _, _, grads, _ = nemo_run
+    close(nemo, "grad", run, "grad_fc", grads["fc"]["weight"])
+    close(nemo, "grad", run, "grad_q0", grads["layers_0"]["self_attn"]["q_proj"]["weight"])
+    close(nemo, "grad", run, "grad_global_norm", optax.tree.norm(grads))
+
+
+def test_nemos_anchors_are_ours_without_the_partial_blocks(nemo):
+    case, arrays = nemo
+    supervised = jnp.asarray(arrays["loss_mask"]) > 0
+    S = supervised.shape[1]
+    ours, real = (np.asarray(x) for x in sample_anchors(jax.random.key(0), supervised, S))
+    theirs = arrays["all_anchor_candidates"]
+    kept = arrays["all_anchor_candidates_keep"]
+    for row in range(2):
+        own, nemos = set(ours[row][real[row]].tolist()), set(theirs[row][kept[row]].tolist())
+        assert nemos
+        # NeMo wants the whole block inside the row, but takes anchors that have no label behind.
+        assert {a for a in own if a <= S - case["block_size"]} <= nemos
+        assert nemos - own == {a for a in nemos if not supervised[row, a + 1]}
+
+
+def test_visibility_equals_nemos_mask(golden):
+    """A key is visible to a slot exactly if the slot's output has a gradient with respect to it."""
+    case = json.loads((golden / "training/nemo_masks/case.json").read_text())
+    arrays = load_file(golden / "training/nemo_masks/expected.safetensors")
+    S, Q = case["context_length"], case["block_size"]
+    anchors = jnp.asarray(arrays["anchors"], jnp.int32)
+    A = anchors.shape[1]
+
+    @jax.jit
+    def seen(anchors):
+        one = functools.partial(MODULE.apply, {"params": PARAMS}, anchors=anchors[None], method="blocks")  # fmt: skip
+        # One layer deep is the mask; two layers only mix within a block.
+        x, context = normal(0, CONFIG.hidden_size, 1, A * Q), normal(1, WIDTH, 1, S)
+        readout = normal(2, CONFIG.hidden_size)
+
+        def slots(x, context):
+            return jnp.einsum("D,DT->T", readout, one(x, context)[:, 0])
+
+        by_block, by_context = jax.jacrev(slots, argnums=(0, 1))(x, context)
+        parts = [jnp.abs(j[:, :, 0]).max(axis=1) for j in (by_context, by_block)]
+        return jnp.concatenate(parts, axis=1) > 0
+
+    for row in range(2):
+        np.testing.assert_array_equal(seen(anchors[row]), arrays["mask_full"][row])
+
+
+# Visibility, stated literally.
+
+
+def block_outputs(anchors, Q, seed=0, *, feature=None, embedding=None, S=12):
+    """Outputs `[A, Q, D]`, with one feature or one block embedding (block, slot) changed."""
+    A = len(anchors)
+    x, context = normal(seed, CONFIG.hidden_size, 1, A * Q), normal(seed + 1, WIDTH, 1, S)
+    if feature is not None:
+        context = context.at[:, 0, feature].add(1.0)
+    if embedding is not None:
+        x = x.at[:, 0, embedding[0] * Q + embedding[1]].add(1.0)
+    out = apply_blocks({"params": PARAMS}, x, context, jnp.array([anchors]))
+    return np.asarray(out[:, 0].T.reshape(A, Q, -1))
+
+
+def changed(a, b):
+    return [bool(np.abs(x - y).max() > 1e-6) for x, y in zip(a, b)]
+
+
+def test_overlapping_blocks_see_exactly_the_features_before_their_own_anchor():
+    plain = block_outputs((4, 6), 4)
+    for position in range(12):
+        other = block_outputs((4, 6), 4, feature=position)
+        assert changed(plain, other) == [position < 4, position < 6], position
+
+
+def test_the_block_is_bidirectional_and_no_block_sees_another():
+    plain = block_outputs((4, 6, 6), 4)
+    for block in range(3):
+        for slot in range(4):
+            other = block_outputs((4, 6, 6), 4, embedding=(block, slot))
+            for b in range(3):
+                assert changed(plain[b], other[b]) == [b == block] * 4, (block, slot, b)
+
+
+def test_a_block_is_the_same_whatever_other_blocks_and_later_features_there_are():
+    x, context = normal(5, CONFIG.hidden_size, 1, 12), normal(6, WIDTH, 1, 20)
+    many = apply_blocks({"params": PARAMS}, x, context, jnp.array([[3, 7, 16]]))
+    for i, anchor in enumerate((3, 7, 16)):
+        alone = apply_blocks(
+            {"params": PARAMS}, x[:, :, 4 * i : 4 * i + 4], context[:, :, :anchor], jnp.array([[anchor]])
+        )  # fmt: skip
+        np.testing.assert_allclose(many[:, :, 4 * i : 4 * i + 4], alone, atol=1e-5)
+
+
+# The trainer and the decoder.
+
+
+def decoder_logits(target, draft, tokens, features, anchor: int, block_size: int):
+    """The decoder's draft logits `[V, Q - 1]` with the context of positions 0..anchor-1."""
+    models, params = bind(target, draft, block_size)
+    # Rows from the anchor on are written too, and never seen.
+    context = np.where(np.arange(len(features))[:, None] < anchor, features, 1e3)
+    context = jnp.asarray(context.T[:, None], jnp.float32)
+    anchor_token, length = (jnp.array([i], jnp.int32) for i in (tokens[anchor], anchor))
+    cache = new_draft_cache(draft, 1, 64)
+    return np.asarray(
+        extend_and_propose(models.draft, block_size, params, context, cache, anchor_token, length)
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def extend_and_propose(fns, block_size, params, context, cache, anchor_token, length):
+    cache = fns.extend(params, context, cache).replace(length=length)
+    return fns.block_logits(params, anchor_token, cache, block_size)[0][:, 0]
+
+
+@pytest.mark.parametrize("pair", ["golden", "random"])
+def test_the_trainers_draft_logits_are_the_decoders(pair, golden_pair):
+    target, draft = (fakes.random_target(), fakes.random_draft()) if pair == "random" else golden_pair  # fmt: skip
+    Q, S = 6, 30
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(target.config.vocab_size - 10, size=S)
+    width = len(draft.config.target_layer_ids) * target.config.hidden_size
+    features = rng.standard_normal((S, width)).astype(np.float32)
+    anchors = jnp.array([[1, 2, 13, S - 2, S - 1]], jnp.int32)
+    real = jnp.ones(anchors.shape, bool)
+    blocks = make_blocks(
+        jnp.asarray(tokens[None], jnp.int32), jnp.asarray(features[None]), jnp.ones((1, S), bool), anchors, real, Q
+    )  # fmt: skip
+    embedding, head = (target.params[k]["weight"] for k in ("embed_tokens", "lm_head"))
+    hidden = hidden_of(
+        DFlashDraftModel(draft.config), draft.params, embedding, jnp.ones(width), blocks
+    )
+    logits = np.asarray(head @ hidden[:, 0]).reshape(len(head), anchors.shape[1], Q)[:, :, 1:]
+    assert np.abs(logits).max() > 1
+    for i, anchor in enumerate(anchors[0].tolist()):
+        expected = decoder_logits(target, draft, tokens, features, anchor, Q)
+        np.testing.assert_allclose(logits[:, i], expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_block_at_position_0_has_no_context_and_equals_the_decoders_empty_cache():
+    target, draft = fakes.random_target(), fakes.random_draft()
+    x = normal(3, CONFIG.hidden_size, 1, 4)
+    in_training = apply_blocks({"params": draft.params}, x, normal(4, WIDTH, 1, 9), jnp.array([[0]]))  # fmt: skip
+    cache = KVCache.zeros(CONFIG.num_hidden_layers, 1, CONFIG.num_key_value_heads, 16, CONFIG.head_dim, jnp.float32)  # fmt: skip
+    in_decoding, _ = MODULE.apply({"params": draft.params}, x, cache)
+    np.testing.assert_allclose(in_training, in_decoding, atol=1e-5)
+    assert target.config.hidden_size == CONFIG.hidden_size
+
+
+def first_round(target, draft, prompt) -> int:
+    """Tokens that the generator's first round commits after prefill of `prompt`."""
+    models, params = bind(target, draft)
+    state = new_state(target, [prompt], [40], (), 128)
+    state = state.replace(draft=new_draft_cache(draft, 1, 128))
+    state = prefill(models, params, state, chunk=64)
+    return int(decode(models, params, state, np.int32(1)).committed[0, 0])
+
+
+def test_teacher_forced_acceptance_at_an_anchor_is_the_generators_first_round(golden, golden_pair):
+    target, draft = golden_pair
+    c, t, Q = draft.config, target.config, draft.config.block_size
+    expected = load_file(golden / "targets/qwen3_gqa/expected.safetensors")
+    prompt = expected["p0_prompt"].tolist()
+    tokens = prompt + expected["p0_greedy"].tolist()
+    S = len(tokens)
+    anchors = jnp.array([[*range(len(prompt), S - Q, 3), S - Q]], jnp.int32)
+    cache = KVCache.zeros(t.num_hidden_layers, 1, t.num_key_value_heads, S, t.head_dim, jnp.float32)
+    forward = jax.jit(Transformer(t, c.target_layer_ids).apply)
+    _, context, _ = forward({"params": target.params}, jnp.array([tokens]), cache)
+    supervised = (jnp.arange(S) >= len(prompt))[None]
+    blocks = make_blocks(
+        jnp.array([tokens]), context.transpose(1, 2, 0), supervised, anchors, jnp.ones(anchors.shape, bool), Q
+    )  # fmt: skip
+    embedding, head = (target.params[k]["weight"] for k in ("embed_tokens", "lm_head"))
+    hidden = hidden_of(DFlashDraftModel(c), draft.params, embedding, jnp.ones(len(context)), blocks)  # fmt: skip
+    correct = jnp.argmax(head @ hidden[:, 0], axis=0).reshape(blocks.labels.shape) == blocks.labels
+    lengths = [
+        int(acceptance_length(correct[:, i : i + 1], blocks.counts[:, i : i + 1], blocks.real[:, i : i + 1])[0])
+        for i in range(anchors.shape[1])
+    ]  # fmt: skip
+    assert lengths == [first_round(target, draft, tokens[:a]) for a in anchors[0].tolist()]
+    assert len(set(lengths)) > 1, "every anchor accepts the same number: the test shows nothing"
+
+
+def test_a_batch_without_anchors_has_loss_0_and_no_gradient_and_no_nan():
+    target, draft = fakes.random_target(), fakes.random_draft()
+    S, Q = 9, 4
+    supervised = jnp.zeros((2, S), bool)
+    anchors, real = sample_anchors(jax.random.key(0), supervised, 3)
+    blocks = make_blocks(jnp.ones((2, S), jnp.int32), normal(0, 2, S, WIDTH), supervised, anchors, real, Q)  # fmt: skip
+    head = target.params["lm_head"]["weight"]
+    (value, totals), grads = loss_and_gradients(
+        MODULE, CROSS_ENTROPY, 4.0, 5, draft.params, head, head, jnp.ones(WIDTH), blocks
+    )
+    assert float(value) == float(totals.weight) == 0
+    assert all(not np.asarray(g).any() for g in jax.tree.leaves(grads))
+
+
+def test_the_teacher_of_slot_k_is_the_targets_state_after_the_token_before_its_label():
+    target, draft = fakes.random_target(), fakes.random_draft()
+    S, Q = 12, 4
+    tokens = jnp.asarray(np.random.default_rng(0).integers(60, size=(2, S)), jnp.int32)
+    anchors = jnp.array([[2, 5], [1, 10]])
+    features, hidden_states = normal(0, 2, S, WIDTH), normal(1, 2, S, CONFIG.hidden_size)
+    head = target.params["lm_head"]["weight"]
+    blocks = make_blocks(
+        tokens, features, jnp.ones((2, S), bool), anchors, jnp.ones((2, 2), bool), Q, hidden_states
+    )
+    kl = (("kl_divergence", 1.0),)
+    (value, _), _ = loss_and_gradients(
+        MODULE, kl, None, 64, draft.params, head, head, jnp.ones(WIDTH), blocks
+    )
+    drafted = hidden_of(MODULE, draft.params, head, jnp.ones(WIDTH), blocks)
+    drafted = drafted.reshape(-1, 2, 2, Q)
+    each = []
+    for b in range(2):
+        for i, a in enumerate(anchors[b].tolist()):
+            for k in range(1, Q):
+                if a + k < S:
+                    log_q = jax.nn.log_softmax(head @ hidden_states[b, a + k - 1])
+                    log_p = jax.nn.log_softmax(head @ drafted[:, b, i, k])
+                    each.append(float(jnp.sum(jnp.exp(log_q) * (log_q - log_p))))
+    assert len(each) == 10
+    np.testing.assert_allclose(value, np.mean(each), rtol=1e-5)

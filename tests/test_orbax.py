@@ -1,0 +1,238 @@
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from convert import hf_to_orbax
+from dflash_jax import pair
+from dflash_jax.checkpoint import export, files, hf, keys, orbax
+
+
+@pytest.fixture
+def draft(golden):
+    return pair.read_draft(
+        golden / "drafts/dflash_headdim",
+        pair.read_draft_config(golden / "drafts/dflash_headdim"),
+        jnp.bfloat16,
+    )
+
+
+@pytest.fixture
+def saved(draft, tmp_path):
+    orbax.save(tmp_path / "saved", "draft", draft.config, draft.params)
+    return tmp_path / "saved"
+
+
+def assert_same(a, b):
+    a, b = keys.flatten(a), keys.flatten(b)
+    assert a.keys() == b.keys()
+    for path in a:
+        x, y = np.asarray(a[path]), np.asarray(b[path])
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x.view(np.uint8), y.view(np.uint8), err_msg=path)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_saving_and_loading_is_bit_identical(draft, tmp_path, dtype):
+    params = jax.tree.map(lambda x: x.astype(dtype), draft.params)
+    orbax.save(tmp_path / "a", "draft", draft.config, params)
+    header, got = orbax.load(tmp_path / "a")
+    assert (header.kind, header.config) == ("draft", draft.config)
+    assert_same(got, params)
+
+
+def test_loading_casts_to_the_dtype_asked_for(saved, draft):
+    _, got = orbax.load(saved, jnp.float32)
+    assert_same(got, jax.tree.map(lambda x: x.astype(jnp.float32), draft.params))
+
+
+@pytest.mark.parametrize("name", ["qwen3_bias_yarn", "llama3", "qwen3_sliding"])
+def test_a_targets_config_stop_ids_and_tokenizer_files_are_kept(golden, tmp_path, name):
+    target = pair.read_target(golden / "targets" / name)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    orbax.save(
+        tmp_path / "a", "target", target.config, target.params,
+        stop_token_ids=(1, 7), pad_token_id=3, tokenizer_files=[tmp_path / "tokenizer.json"],
+    )  # fmt: skip
+    header, got = orbax.load(tmp_path / "a")
+    assert header == orbax.Header("target", target.config, (1, 7), 3)
+    assert hash(header.config) == hash(target.config)
+    assert (tmp_path / "a/tokenizer.json").read_text() == "{}"
+    assert_same(got, target.params)
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided")
+def test_the_parameters_are_a_plain_orbax_tree(saved, draft):
+    from orbax.checkpoint import v1 as ocp
+
+    assert_same(ocp.load(saved / "params"), draft.params)
+
+
+def test_a_sharded_tree_restores_on_one_device(tmp_path, golden):
+    code = """
+import sys, jax, numpy as np
+from pathlib import Path
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from dflash_jax import pair
+from dflash_jax.checkpoint import orbax
+assert len(jax.devices()) == 4
+target = pair.read_target(Path(sys.argv[1]))
+mesh = Mesh(np.array(jax.devices()), ("x",))
+place = lambda x: jax.device_put(x, NamedSharding(mesh, P("x") if x.shape[0] % 4 == 0 else P()))
+orbax.save(sys.argv[2], "target", target.config, jax.tree.map(place, target.params))
+"""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    subprocess.run(
+        [sys.executable, "-c", code, str(golden / "targets/qwen3_gqa"), str(tmp_path / "a")],
+        check=True, env={**os.environ, **flags}, cwd=Path(__file__).parent.parent,
+    )  # fmt: skip
+    assert_same(
+        orbax.load(tmp_path / "a")[1], pair.read_target(golden / "targets/qwen3_gqa").params
+    )
+
+
+def test_an_existing_destination_is_refused_and_kept(draft, tmp_path):
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ValueError, match="exists already"):
+        orbax.save(tmp_path / "a", "draft", draft.config, draft.params)
+    with pytest.raises(ValueError, match="exists already"):
+        export.save_draft(tmp_path / "a", draft.config, draft.params)
+    assert [p.name for p in tmp_path.rglob("*")] == ["a"]
+
+
+def test_a_failed_save_leaves_nothing_behind(draft, tmp_path):
+    missing = tmp_path / "nowhere/tokenizer.json"
+    with pytest.raises(OSError, match="nowhere"):
+        orbax.save(
+            tmp_path / "deep/er/a", "draft", draft.config, draft.params, tokenizer_files=[missing]
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_atomic_folder_appears_whole_or_not_at_all(tmp_path):
+    with files.atomic_folder(tmp_path / "new/a") as folder:
+        (folder / "x").write_text("x")
+        assert not (tmp_path / "new/a").exists()
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["a"]
+    with pytest.raises(KeyboardInterrupt), files.atomic_folder(tmp_path / "b") as folder:
+        raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize("save", [functools.partial(orbax.save, kind="draft"), export.save_draft])
+def test_parameters_of_another_config_are_not_written(draft, tmp_path, save):
+    params = {**draft.params, "fc": {"weight": jnp.ones((48, 47))}, "head": jnp.ones(3)}
+    with pytest.raises(ValueError, match=r"misshapen fc/weight \[48, 47\]") as e:
+        save(tmp_path / "a", config=draft.config, params=params)
+    assert "unknown head [3]" in str(e.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_kind_that_is_not_the_configs_is_refused(draft, tmp_path):
+    with pytest.raises(ValueError, match="kind='target' does not fit a DraftConfig"):
+        orbax.save(tmp_path / "a", "target", draft.config, draft.params)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": "other"}, "format='other'"),
+        ({"version": 2}, "version=2 must be 1"),
+        ({"kind": "critic"}, "kind='critic'"),
+        ({"config": {}}, "not a complete config"),
+        ({"stop_token_ids": None}, "not a complete config"),
+    ],
+)
+def test_a_header_that_is_not_understood_is_an_error(saved, change, said):
+    path = saved / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ValueError, match=said):
+        orbax.load(saved)
+
+
+def test_parameters_that_do_not_fit_the_header_are_an_error(saved):
+    path = saved / "config.json"
+    value = json.loads(path.read_text())
+    value["config"]["num_hidden_layers"] = 1
+    value["config"]["layer_types"] = ["full_attention"]
+    path.write_text(json.dumps(value))
+    with pytest.raises(ValueError, match=r"unknown layers_1/input_layernorm/weight \[48\]"):
+        orbax.load(saved)
+
+
+@pytest.mark.filterwarnings("ignore")  # Orbax leaves futures behind that nobody awaits
+def test_lost_or_broken_parameter_files_are_one_clear_line(saved):
+    for file in [p for p in (saved / "params").rglob("d/*") if p.is_file()]:
+        file.write_bytes(file.read_bytes()[:10])
+    with pytest.raises(ValueError, match="params is not a readable Orbax checkpoint") as e:
+        orbax.load(saved)
+    assert "\n" not in str(e.value)
+    (saved / "params").rename(saved / "weights")
+    with pytest.raises(ValueError, match="params is not a readable Orbax checkpoint"):
+        orbax.load(saved)
+
+
+@pytest.mark.parametrize("name", ["dflash_full", "dflash_headdim", "dflash_old_layout"])
+def test_hugging_face_to_ours_and_back_is_bit_identical(golden, tmp_path, name):
+    source = golden / "drafts" / name
+    assert hf_to_orbax.main([str(source), str(tmp_path / "ours")]) == 0
+    header, params = orbax.load(tmp_path / "ours")
+    export.save_draft(tmp_path / "back", header.config, params, jnp.float32)
+    before, after = (load_file(p / "model.safetensors") for p in (source, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    for key, value in before.items():
+        np.testing.assert_array_equal(value.view(np.uint8), after[key].view(np.uint8))
+    assert pair.read_draft_config(tmp_path / "back") == pair.read_draft_config(source)
+
+
+def test_an_export_has_the_flat_layout_in_bfloat16(draft, tmp_path):
+    export.save_draft(tmp_path / "a", draft.config, draft.params)
+    config = hf.read_config(tmp_path / "a")
+    assert config["dtype"] == "bfloat16"
+    assert config["architectures"] == ["DFlashDraftModel"]
+    tensors = dict(hf.read_tensors(tmp_path / "a"))
+    assert {str(t.dtype) for t in tensors.values()} == {"bfloat16"}
+    assert "fc.weight" in tensors
+    assert "layers.1.self_attn.q_norm.weight" in tensors
+    assert not [n for n in tensors if n.startswith("model.") or "embed" in n or "lm_head" in n]
+    assert_same(pair.read_draft(tmp_path / "a", draft.config).params, draft.params)
+
+
+def test_the_converter_takes_targets_dtypes_and_tap_ids(golden, tmp_path):
+    source = str(golden / "targets/qwen3_sharded_bf16")
+    assert hf_to_orbax.main([source, str(tmp_path / "kept")]) == 0
+    assert hf_to_orbax.main([source, str(tmp_path / "cast"), "--dtype", "float32"]) == 0
+    for name, dtype in (("kept", jnp.bfloat16), ("cast", jnp.float32)):
+        header, params = orbax.load(tmp_path / name)
+        assert header.stop_token_ids == (1,)
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+    source = str(golden / "drafts/dflash_default_ids")
+    for ids, expected in (("default", (1, 2)), ("0,3", (0, 3))):
+        assert hf_to_orbax.main([source, str(tmp_path / ids), "--target-layer-ids", ids]) == 0
+        assert orbax.read_header(tmp_path / ids).config.target_layer_ids == expected
+
+
+def test_the_converters_mistakes_are_one_line_and_status_1(golden, tmp_path, capsys):
+    draft, target = (str(golden / p) for p in ("drafts/dflash_default_ids", "targets/llama3"))
+    out = str(tmp_path / "out")
+    for args, said in (
+        ([draft, out], "lacks target_layer_ids"),
+        ([target, out, "--target-layer-ids", "default"], "is a target"),
+        ([draft, out, "--target-layer-ids", "1,x"], "'1,x' must be ids like 1,9,17"),
+        ([str(tmp_path / "nowhere"), out], "neither an existing path"),
+        ([target, str(tmp_path)], "exists already"),
+    ):
+        assert hf_to_orbax.main(args) == 1
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())

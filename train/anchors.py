@@ -1,0 +1,54 @@
+"""Which positions of a training sequence start a block, and what its slots predict."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+# An anchor is a supervised token with at least one supervised token behind it. Blocks may hang over
+# the end of a response: their slots past it carry no label, so short responses train too.
+
+
+def sample_anchors(key: jax.Array, supervised: Bool[Array, "B S"], count: int) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
+    """Draws up to `count` distinct anchors a row, uniformly, in ascending order.
+
+    Args:
+        key: Consumed.
+        supervised: Tokens of the response.
+        count: A.
+
+    Returns:
+        Positions, and which of them are real; a row with fewer than A legal anchors pads with
+        position 0.
+
+    Source: uniform without replacement as in speculators 0.9.0 `models/dflash/utils.py`; legality as
+    in specforge 0.2.0 (both the anchor and its successor are supervised).
+    """
+    follows = jnp.pad(supervised[:, 1:], ((0, 0), (0, 1)))
+    legal = supervised & follows
+    priority = jnp.where(legal, jax.random.uniform(key, legal.shape), -1.0)
+    S = legal.shape[1]
+    best, position = jax.lax.top_k(priority, min(count, S))
+    # Unreal ones sort to the end.
+    position = jnp.sort(jnp.where(best >= 0, position, S), axis=1)
+    position = jnp.pad(position, ((0, 0), (0, count - position.shape[1])), constant_values=S)
+    real = position < S
+    return jnp.where(real, position, 0).astype(jnp.int32), real
+
+
+def block_labels(
+    tokens: Int[Array, "B S"], supervised: Bool[Array, "B S"], anchors: Int[Array, "B A"], real: Bool[Array, "B A"], block_size: int
+) -> tuple[Int[Array, "B A Q"], Bool[Array, "B A Q"]]:
+    """Slot k's label, the token at anchor + k, and whether it counts.
+
+    Slot 0 is the anchor itself and never counts; a slot counts while its token is in the row and
+    supervised, and its block's anchor is real.
+    """
+    B, S = tokens.shape
+    slot = jnp.arange(block_size, dtype=anchors.dtype)[None, None]
+    position = anchors[:, :, None] + slot
+    inside = position < S
+    flat = jnp.minimum(position, S - 1).reshape(B, -1)
+    labels = jnp.take_along_axis(tokens, flat, axis=1).reshape(position.shape)
+    counts = jnp.take_along_axis(supervised, flat, axis=1).reshape(position.shape)
+    counts = counts & inside & real[:, :, None] & (slot > 0)
+    return labels, counts

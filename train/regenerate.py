@@ -1,0 +1,211 @@
+"""Lets the target answer a file of prompts, and keeps its answers with their features.
+
+The batch runs through this project's own decoder: a *recorder* stands where a draft would, proposes
+nothing and keeps each token's taps, so the features cost no second forward. Rows that end are
+harvested and refilled every few rounds.
+
+    python -m train.regenerate PROMPTS.jsonl OUT --rows 128 --max-new-tokens 160
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dflash_jax import array_typing as at
+from dflash_jax.cache import grow, write_rows
+from dflash_jax.decode import RUNNING, Models, State, decode, insert_rows, prefill
+from dflash_jax.generation import PREFILL_CHUNK, TargetModel, new_state
+from dflash_jax.models.transformer import Transformer
+from dflash_jax.pair import Target, load_target, load_tokenizer
+from train.store import Example, read_ids, shard_paths, write_shard
+
+ROUNDS_A_CALL = 16
+EXAMPLES_A_SHARD = 128
+
+
+@struct.dataclass
+class Features:
+    """A draft's cache that keeps the raw taps. `values` is `[B, S, C * D]`, bfloat16."""
+
+    values: Float[Array, "B S CD"]
+    length: at.Rows
+
+    def grow(self, size: int) -> "Features":
+        return self.replace(values=grow(self.values, size, axis=1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorder:
+    """`decode.DraftFns` that proposes nothing and records the context."""
+
+    def extend(self, params: Any, context: at.Context, cache: Features) -> Features:
+        rows = context.transpose(1, 2, 0)
+        return cache.replace(values=write_rows(cache.values, rows, cache.length, axis=1))
+
+    def propose(self, params: Any, anchor: at.Rows, cache: Features, block_size: int):
+        return jnp.zeros((len(anchor), 0), anchor.dtype), cache
+
+
+def regenerate(
+    target: Target,
+    prompts: Sequence[tuple[str, str, list[int]]],
+    target_layer_ids: tuple[int, ...],
+    *,
+    rows: int,
+    refill: int,
+    max_new_tokens: int,
+    size: int,
+) -> Iterator[Example]:
+    """Yields an example for every (id, kind, token ids), in the order in which they end.
+
+    Args:
+        rows: Batch rows; a multiple of `refill`.
+        refill: Rows that are harvested and refilled together.
+        size: Cache slots a row.
+
+    Raises:
+        ValueError: If a prompt is empty or does not fit.
+    """
+    if rows % refill:
+        raise ValueError(f"{rows=} is not a multiple of {refill=}")
+    for name, _, ids in prompts:
+        need = len(ids) + max(max_new_tokens + 1, PREFILL_CHUNK)
+        if not ids or need > size:
+            raise ValueError(f"prompt {name!r} has {len(ids)} tokens and needs {need} of {size=} slots")
+    models = Models(TargetModel(Transformer(target.config, target_layer_ids)), Recorder(), 1)
+    params = {"target": target.params}
+    queue = iter(prompts)
+    owners: list[tuple[str, str, list[int]] | None] = []
+
+    def fresh() -> tuple[State, list]:
+        """A prefilled state of the next `refill` prompts; rows without one ask for no tokens."""
+        batch = list(itertools.islice(queue, refill))
+        ids = [p[2] for p in batch] + [[0]] * (refill - len(batch))
+        limits = [max_new_tokens] * len(batch) + [0] * (refill - len(batch))
+        state = new_state(target, ids, limits, target.stop_token_ids, size)
+        width = len(target_layer_ids) * target.config.hidden_size
+        features = Features(jnp.zeros((refill, size, width), jnp.bfloat16), jnp.zeros((refill,), jnp.int32))
+        state = prefill(models, params, state.replace(draft=features), chunk=PREFILL_CHUNK)
+        return state, batch + [None] * (refill - len(batch))
+
+    parts = []
+    for _ in range(rows // refill):
+        part, owned = fresh()
+        parts.append(part)
+        owners += owned
+    state = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    del parts
+    waiting = len(prompts) > rows
+    while True:
+        state = decode(models, params, state, np.int32(ROUNDS_A_CALL))
+        ended = np.flatnonzero(np.asarray(state.finish) != RUNNING)
+        ended = ended[[owners[i] is not None for i in ended]] if not waiting else ended
+        if len(ended) >= refill or (not waiting and len(ended)):
+            chosen = ended[:refill]
+            yield from _harvest(state, chosen, owners)
+            for i in chosen:
+                owners[i] = None
+            if waiting:
+                part, owned = fresh()
+                waiting = None not in owned
+                state = insert_rows(state, part, jnp.asarray(chosen))
+                for i, owner in zip(chosen, owned):
+                    owners[i] = owner
+        if all(owner is None for owner in owners):
+            return
+
+
+@functools.partial(jax.jit)
+def _rows(state: State, rows: Array):
+    return state.tokens[rows], state.length[rows], state.draft.values[rows]
+
+
+def _harvest(state: State, rows: np.ndarray, owners: list) -> Iterator[Example]:
+    """The examples of ended rows."""
+    tokens, length, features = jax.device_get(_rows(state, jnp.asarray(rows)))
+    for t, n, f, row in zip(tokens, length, features, rows):
+        name, kind, ids = owners[row]
+        values = f[:n].copy()
+        values[n - 1] = 0
+        yield Example(name, kind, t[:n], len(ids), values)
+
+
+def read_prompts(path: Path, tokenizer, max_prompt_tokens: int) -> list[tuple[str, str, list[int]]]:
+    """(id, kind, chat-template token ids) of each line that is short enough.
+
+    Raises:
+        ValueError: If a line is no JSON object with these keys.
+    """
+    prompts = []
+    # Not splitlines, which also cuts at the line separators that JSON leaves inside a text.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if not line.strip():
+            continue
+        row = json.loads(line)
+        if not isinstance(row, dict) or not {"id", "kind", "text"} <= row.keys():
+            raise ValueError(f"{path}, line {number}: a prompt needs id, kind and text")
+        message = [{"role": "user", "content": row["text"]}]
+        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+        if len(ids) <= max_prompt_tokens:
+            prompts.append((row["id"], row["kind"], ids))
+    return prompts
+
+
+def answer_prompts(target: Target, prompts: Path, out: Path, target_layer_ids: tuple[int, ...], *, rows: int, refill: int, max_new_tokens: int, size: int) -> None:
+    """Answers every prompt of a file that has no answer in `out` yet; prompts too long for `size` are left out."""
+    longest = size - max(max_new_tokens + 1, PREFILL_CHUNK)
+    done = read_ids(out)
+    todo = [p for p in read_prompts(prompts, load_tokenizer(target), longest) if p[0] not in done]
+    if not todo:
+        return
+    index = 1 + max((int(p.stem) for p in shard_paths(out)), default=-1)
+    columns = (TextColumn(out.name), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task, tokens = progress.add_task("", total=len(todo), tokens=0), 0
+        answers = regenerate(target, todo, target_layer_ids, rows=rows, refill=refill, max_new_tokens=max_new_tokens, size=size)
+        while shard := list(itertools.islice(answers, EXAMPLES_A_SHARD)):
+            write_shard(out, index, shard, target_layer_ids)
+            index += 1
+            tokens += sum(len(e.tokens) - e.prompt_length for e in shard)
+            progress.update(task, advance=len(shard), tokens=tokens)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m train.regenerate", description=__doc__.split("\n")[0])
+    parser.add_argument("prompts", type=Path, help="JSON lines with id, kind and text")
+    parser.add_argument("out", type=Path, help="folder of shards; an interrupted run goes on")
+    parser.add_argument("--target", default=None, help="checkpoint of the target (default: embedded)")
+    parser.add_argument("--taps", default="1,8,14,20,27", help="target layers whose states are kept")
+    parser.add_argument("--rows", type=int, default=128)
+    parser.add_argument("--refill", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=160)
+    parser.add_argument("--size", type=int, default=256, help="cache slots a row")
+    args = parser.parse_args(argv)
+    try:
+        taps = tuple(int(i) for i in args.taps.split(","))
+        answer_prompts(
+            load_target(args.target), args.prompts, args.out, taps,
+            rows=args.rows, refill=args.refill, max_new_tokens=args.max_new_tokens, size=args.size,
+        )  # fmt: skip
+    except (ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,76 @@
+"""A draft's first parameters, copied from the target's last layers.
+
+A draft layer does nearly the work of a late target layer, on the same residual stream, so it starts
+as a copy of one: about a tenth less loss than random weights from the first steps on.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from dflash_jax.config import DraftConfig
+from dflash_jax.models.draft import DFlashDraftModel
+from train.store import Example
+
+
+def random_params(config: DraftConfig, key: jax.Array) -> dict[str, Any]:
+    """Random float32 parameters of a draft."""
+    module = DFlashDraftModel(config)
+    x = jax.ShapeDtypeStruct((config.hidden_size, 1, config.block_size), jnp.float32)
+    context = jax.ShapeDtypeStruct((len(config.target_layer_ids) * config.hidden_size, 1, 1), jnp.float32)
+    anchors = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    zeros = [jnp.zeros(a.shape, a.dtype) for a in (x, context, anchors)]
+    return module.init(key, *zeros, method="blocks")["params"]
+
+
+def feature_scale(examples: Sequence[Example], sample: int = 64) -> Float[np.ndarray, " CD"]:
+    """1 / rms of each channel of the taps, without position 0, whose activations are a thousand times larger."""
+    rows = np.concatenate([e.features[1:-1].astype(np.float32) for e in examples[:sample]])
+    return 1.0 / np.maximum(np.sqrt(np.mean(np.square(rows), axis=0)), 1e-6)
+
+
+def warm_start(params: Mapping[str, Any], target: Mapping[str, Any], config: DraftConfig, scale: Float[np.ndarray, " CD"], examples: Sequence[Example]) -> dict[str, Any]:
+    """`params` with the target's last layers in place of the draft's, and `fc` passing the last tap through.
+
+    The input norms are folded into the projections that they feed, since a draft's context does not
+    pass them; the query and key norms, which the target may lack, start at the measured rms.
+
+    Raises:
+        ValueError: If the draft's layers have another shape than the target's.
+    """
+    params = jax.tree.map(jnp.asarray, dict(params))
+    depth, D = config.num_hidden_layers, config.hidden_size
+    last_tap = np.concatenate([e.features[1:-1, -D:] for e in examples[:16]]).astype(np.float32)
+    unit = last_tap / np.sqrt(np.mean(np.square(last_tap), axis=1, keepdims=True))
+    for i in range(depth):
+        source = target[f"layers_{config.num_target_layers - depth + i}"]
+        layer = dict(params[f"layers_{i}"])
+        norm = source["input_layernorm"]["weight"]
+        attention = dict(layer["self_attn"])
+        for name in ("q_proj", "k_proj", "v_proj"):
+            attention[name] = {"weight": source["self_attn"][name]["weight"] * norm[None]}
+        attention["o_proj"] = dict(source["self_attn"]["o_proj"])
+        for name in ("q", "k"):
+            heads = (unit @ np.asarray(attention[f"{name}_proj"]["weight"]).T).reshape(-1, config.head_dim)
+            attention[f"{name}_norm"] = {"weight": jnp.asarray(np.sqrt(np.mean(np.square(heads), axis=0)))}
+        layer["self_attn"] = attention
+        layer["mlp"] = source["mlp"]
+        layer["post_attention_layernorm"] = source["post_attention_layernorm"]
+        if jax.tree.map(jnp.shape, layer) != jax.tree.map(jnp.shape, dict(params[f"layers_{i}"])):
+            raise ValueError("a warm start needs draft layers of the target's shape")
+        params[f"layers_{i}"] = layer
+    fc = np.zeros(params["fc"]["weight"].shape, np.float32)
+    fc[:, -D:] = np.diag(1.0 / scale[-D:])
+    params["fc"] = {"weight": jnp.asarray(fc)}
+    # Half the target's scale: the first guesses should not be as sure as the target.
+    params["norm"] = {"weight": target["norm"]["weight"] * 0.5}
+    return jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
+
+
+def fold_scale(params: Mapping[str, Any], scale: Float[Array, " CD"]) -> dict[str, Any]:
+    """The parameters as a draft that reads raw features: the scale goes into `fc`."""
+    return {**params, "fc": {"weight": params["fc"]["weight"] * jnp.asarray(scale)[None]}}
