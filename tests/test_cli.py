@@ -1,0 +1,201 @@
+import json
+import shutil
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from dflash_jax import bench
+from dflash_jax.cli import encode, main
+
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def pair(golden, tmp_path_factory):
+    """A golden target with a tokenizer of single bytes, and its draft."""
+    root = tmp_path_factory.mktemp("pair")
+    target, draft = root / "target", root / "draft"
+    shutil.copytree(golden / "targets" / "qwen3_gqa", target)
+    shutil.copytree(golden / "drafts" / "dflash_full", draft)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    wrapped.chat_template = TEMPLATE
+    wrapped.save_pretrained(target)
+    return ["--target", str(target), "--draft", str(draft)], target, draft
+
+
+def run(capsys, *argv):
+    """Exit status, stdout, stderr."""
+    status = main([str(a) for a in argv])
+    out = capsys.readouterr()
+    return status, out.out, out.err
+
+
+def test_generate_prints_the_same_text_with_and_without_the_draft(pair, capsys):
+    args, target, _ = pair
+    status, text, _ = run(capsys, "generate", "Hello", *args, "--max-new-tokens", 20)
+    plain = run(
+        capsys, "generate", "Hello", "--target", target, "--draft", "none", "--max-new-tokens", 20
+    )
+    assert status == 0
+    assert text.strip()
+    assert plain[:2] == (0, text)
+
+
+def test_generate_as_json_says_what_was_done(pair, capsys):
+    args, _, _ = pair
+    status, out, err = run(
+        capsys, "generate", "Hello", *args, "--max-new-tokens", 12, "--json", "--stats"
+    )
+    result = json.loads(out)
+    assert status == 0
+    assert result["tokens"] == len(result["token_ids"]) == 1 + sum(result["rounds"])
+    assert result["finish"] == "length"
+    assert result["acceptance_length"] == pytest.approx(
+        sum(result["rounds"]) / len(result["rounds"])
+    )
+    assert "acceptance length" in err
+
+
+def test_a_row_without_rounds_is_still_json(pair, capsys):
+    args, _, _ = pair
+    status, out, _ = run(capsys, "generate", "Hello", *args, "--max-new-tokens", 0, "--json")
+    assert status == 0
+    assert json.loads(out)["acceptance_length"] is None
+
+
+def test_raw_and_system_change_the_prompt():
+    class Fake:
+        chat_template = TEMPLATE
+
+        def encode(self, text):
+            return list(text.encode())
+
+        def apply_chat_template(self, messages, **_):
+            return self.encode("".join(f"{m['role']}:{m['content']};" for m in messages))
+
+    assert bytes(encode(Fake(), "hi", raw=True)) == b"hi"
+    assert bytes(encode(Fake(), "hi")) == b"user:hi;"
+    assert bytes(encode(Fake(), "hi", system="be brief")) == b"system:be brief;user:hi;"
+
+
+def edit(folder, change, tmp_path):
+    """A copy of a checkpoint with another config."""
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    change(config)
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+DRAFT_FAULTS = {
+    "mask_token_id": lambda c: c["dflash_config"].pop("mask_token_id"),
+    "block_size": lambda c: c["dflash_config"].pop("block_size"),
+    "target_layer_ids": lambda c: c["dflash_config"].pop("target_layer_ids"),
+    "hidden_size": lambda c: c.update(hidden_size=64),
+    "vocab_size": lambda c: c.update(vocab_size=300),
+    "q_proj": lambda c: c.update(num_attention_heads=8),
+}
+
+
+@pytest.mark.parametrize("field", sorted(DRAFT_FAULTS))
+def test_a_faulty_draft_is_one_clear_line(pair, field, capsys, tmp_path):
+    _, target, draft = pair
+    copy = edit(draft, DRAFT_FAULTS[field], tmp_path)
+    status, out, err = run(capsys, "generate", "Hello", "--target", target, "--draft", copy)
+    assert (status, out) == (1, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert field in err
+
+
+BAD_ARGUMENTS = {
+    "no such folder": (
+        ["generate", "x", "--target", "/no/such/folder", "--draft", "none"],
+        "/no/such/folder",
+    ),
+    "target alone": (["generate", "x", "--target", "TARGET"], "--draft"),
+    "empty prompt": (["generate", "", "--raw", "PAIR"], "empty"),
+    "prompt too long": (["generate", "x" * 600, "--raw", "PAIR"], "positions"),
+    "block too large": (["generate", "x", "PAIR", "--block-size", "7"], "block_size"),
+    "no block": (["generate", "x", "PAIR", "--block-size", "0"], "block_size"),
+    "negative count": (["generate", "x", "PAIR", "--max-new-tokens", "-1"], "max_new_tokens"),
+    "tap ids": (["generate", "x", "PAIR", "--target-layer-ids", "1,x"], "1,x"),
+    "no prompts": (["bench", "PAIR", "--prompts", "/no/prompts.jsonl"], "/no/prompts.jsonl"),
+    "bench without draft": (["bench", "--target", "TARGET", "--draft", "none"], "none"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BAD_ARGUMENTS))
+def test_a_mistake_is_one_clear_line(pair, name, capsys):
+    args, target, _ = pair
+    argv, word = BAD_ARGUMENTS[name]
+    argv = [
+        b for a in argv for b in (args if a == "PAIR" else [str(target) if a == "TARGET" else a])
+    ]
+    status, out, err = run(capsys, *argv)
+    assert (status, out) == (1, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert word in err
+
+
+def test_bench_compares_equal_outputs(pair, capsys, tmp_path):
+    args, _, _ = pair
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        "".join(json.dumps({"text": t}) + "\n" for t in ("one", "two and three", "four"))
+    )
+    status, out, _ = run(
+        capsys, "bench", *args, "--prompts", prompts, "--max-new-tokens", 24, "--json"
+    )
+    report = json.loads(out)
+    assert status == 0
+    assert report["prompts"] == report["equal"] == 3
+    assert report["tokens"] == 72
+    # Every token but each prompt's first belongs to a round.
+    counts = {int(k): n for k, n in report["histogram"].items()}
+    assert sum(k * n for k, n in counts.items()) == 72 - 3
+    assert report["acceptance_length"] == pytest.approx(69 / sum(counts.values()))
+    assert report["block_size"] == 6
+
+
+def test_bench_fails_when_outputs_differ(pair, capsys, tmp_path, monkeypatch):
+    args, _, _ = pair
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"text": "one"}) + "\n")
+    honest = bench.generate
+
+    def broken(target, draft, prompts, **kwargs):
+        out = honest(target, draft, prompts, **kwargs)
+        if draft is not None:
+            out.tokens[0][-1] += 1
+        return out
+
+    monkeypatch.setattr(bench, "generate", broken)
+    status, out, _ = run(capsys, "bench", *args, "--prompts", prompts, "--max-new-tokens", 8)
+    assert status == 1
+    assert "equal on 0 of 1" in out
+
+
+def test_a_prompt_file_must_hold_texts(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"text": "fine"}\n{"prompt": "not"}\n')
+    with pytest.raises(ValueError, match="line 2"):
+        bench.read_prompts(str(path))
+    path.write_text("")
+    with pytest.raises(ValueError, match="no prompts"):
+        bench.read_prompts(str(path))
+
+
+@pytest.mark.parametrize("name", bench.SETS)
+def test_the_named_sets_are_there(name):
+    texts = bench.read_prompts(name)
+    assert len(texts) >= 32
+    assert len(set(texts)) == len(texts)
