@@ -12,8 +12,7 @@ from dflash_jax import array_typing as at
 
 
 @no_type_check  # JAX rebuilds it around shapes and shardings too
-@struct.dataclass
-class KVCache:
+class KVCache(struct.PyTreeNode):
     """Keys and values of every layer; slot and absolute position are the same number.
 
     Models write rows at slots `[length, length + T)` and leave `length` alone: the decoder commits

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _use_compilation_cache() -> None:
     """Keeps compiled programs between runs, where jax is not told another place."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(root) / "dflash-jax"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -110,7 +111,7 @@ def _load(args: argparse.Namespace):
     return target, load_draft(args.draft, target, target_layer_ids=ids, dtype=args.dtype)
 
 
-def encode(tokenizer, prompt: str, system: str | None = None, raw: bool = False) -> list[int]:
+def encode(tokenizer: Any, prompt: str, system: str | None = None, raw: bool = False) -> list[int]:
     """Token ids of a prompt, through the chat template unless raw.
 
     Raises:
@@ -130,7 +131,7 @@ def _generate(args: argparse.Namespace) -> int:
     from dflash_jax.pair import load_tokenizer
 
     target, draft = _load(args)
-    tokenizer = load_tokenizer(target)
+    tokenizer: Any = load_tokenizer(target)
     prompt = encode(tokenizer, args.prompt, args.system, args.raw)
     start = time.perf_counter()
     out = generate(
@@ -139,26 +140,19 @@ def _generate(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     tokens, finish = out.tokens[0], out.finish[0]
     text = tokenizer.decode(tokens[:-1] if finish == "stop" else tokens)
-    stats = {
-        "tokens": len(tokens),
-        "finish": finish,
-        "rounds": out.rounds[0],
-        "acceptance_length": out.acceptance_length,
-    }
     if args.json:
-        # NaN is no JSON: a row without a round has no acceptance length.
-        stats["acceptance_length"] = stats["acceptance_length"] if out.rounds[0] else None
-        print(
-            json.dumps(
-                {
-                    "text": text,
-                    "token_ids": tokens,
-                    "prompt_tokens": len(prompt),
-                    "seconds": seconds,
-                    **stats,
-                }
-            )
-        )
+        result = {
+            "text": text,
+            "token_ids": tokens,
+            "prompt_tokens": len(prompt),
+            "tokens": len(tokens),
+            "finish": finish,
+            "rounds": out.rounds[0],
+            # NaN is no JSON: without a round there is no acceptance length.
+            "acceptance_length": out.acceptance_length if out.rounds[0] else None,
+            "seconds": seconds,
+        }
+        print(json.dumps(result))
     else:
         print(text)
     if args.stats:
@@ -183,7 +177,7 @@ def _bench(args: argparse.Namespace) -> int:
         raise ValueError(
             "bench compares plain decoding with a draft; --draft none leaves nothing to compare"
         )
-    tokenizer = load_tokenizer(target)
+    tokenizer: Any = load_tokenizer(target)
     prompts = [encode(tokenizer, text) for text in texts]
     with Progress(console=Console(stderr=True)) as progress:
         task = progress.add_task("decoding", total=len(prompts))

@@ -37,9 +37,9 @@ class RopeConfig:
     theta: float
     rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"] = "default"
     factor: float = 1.0
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
+    original_max_position_embeddings: int = 0  # 0, here and below: not given
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
@@ -55,7 +55,7 @@ class RopeConfig:
         needs = _ROPE_NEEDS.get(self.rope_type)
         if needs is None:
             raise ValueError(f"rope_type={self.rope_type!r} must be one of {sorted(_ROPE_NEEDS)}")
-        missing = [name for name in needs if getattr(self, name) in (None, ())]
+        missing = [name for name in needs if getattr(self, name) in (0, ())]
         if missing:
             raise ValueError(f"rope_type={self.rope_type!r} needs {', '.join(missing)}")
         if self.factor < 1:

@@ -74,8 +74,7 @@ class Models:
 
 
 @no_type_check  # JAX rebuilds it around shapes and shardings too
-@struct.dataclass
-class State:
+class State(struct.PyTreeNode):
     """Everything that a round reads and writes; every array leads with the batch axis.
 
     Attributes:

@@ -22,6 +22,7 @@ from dflash_jax.decode import (
     decode,
     prefill,
 )
+from dflash_jax.models import apply
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.pair import Draft, Target
@@ -40,13 +41,13 @@ class TargetModel:
     def forward(
         self, params: Any, tokens: at.Tokens, cache: KVCache
     ) -> tuple[at.Hidden, at.Context, KVCache]:
-        return self.module.apply({"params": params["target"]}, tokens, cache)
+        return apply(self.module, params["target"], tokens, cache)
 
     def logits(self, params: Any, hidden: at.Hidden) -> at.Logits:
-        return self.module.apply({"params": params["target"]}, hidden, method="logits")
+        return apply(self.module, params["target"], hidden, method="logits")
 
     def embed(self, params: Any, tokens: at.Tokens) -> at.Hidden:
-        return self.module.apply({"params": params["target"]}, tokens, method="embed")
+        return apply(self.module, params["target"], tokens, method="embed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ class DraftModel:
 
     def extend(self, params: Any, context: at.Context, cache: KVCache) -> KVCache:
         context = context.astype(params["draft"]["fc"]["weight"].dtype)
-        return self.module.apply({"params": params["draft"]}, context, cache, method="extend")
+        return apply(self.module, params["draft"], context, cache, method="extend")
 
     def propose(
         self, params: Any, anchor: at.Rows, cache: KVCache, block_size: int
@@ -78,7 +79,7 @@ class DraftModel:
         )
         x = self.target.embed(params, jnp.concatenate([anchor[:, None], masks], axis=1))
         x = x.astype(params["draft"]["fc"]["weight"].dtype)
-        hidden, cache = self.module.apply({"params": params["draft"]}, x, cache)
+        hidden, cache = apply(self.module, params["draft"], x, cache)
         return self.target.logits(params, hidden[:, :, 1:]), cache
 
 
@@ -159,17 +160,16 @@ def generate(
         FloatingPointError: If the target's logits are not numbers.
     """
     stops = target.stop_token_ids if stop_token_ids is None else tuple(stop_token_ids)
-    prompts = [[int(i) for i in prompt] for prompt in prompts]
-    _check(target, prompts, max_new_tokens, stops)
+    rows = [[int(i) for i in prompt] for prompt in prompts]
+    _check(target, rows, max_new_tokens, stops)
     models, params = bind(target, draft, block_size)
-    longest = max(len(p) for p in prompts)
+    longest = max(len(p) for p in rows)
     positions = target.config.max_position_embeddings
-    limits = [min(max_new_tokens, positions - len(p)) for p in prompts]
-    state = new_state(
-        target, prompts, limits, stops, capacity(longest + max(PREFILL_CHUNK, models.block_size))
-    )
+    limits = [min(max_new_tokens, positions - len(p)) for p in rows]
+    size = capacity(longest + max(PREFILL_CHUNK, models.block_size))
+    state = new_state(target, rows, limits, stops, size)
     if draft is not None:
-        state = state.replace(draft=new_draft_cache(draft, len(prompts), state.size))
+        state = state.replace(draft=new_draft_cache(draft, len(rows), size))
     state = prefill(models, params, state, chunk=PREFILL_CHUNK)
     while True:
         state = decode(models, params, state, _MAX_ROUNDS)
@@ -177,12 +177,8 @@ def generate(
         if np.all(finish != RUNNING):
             break
         state = state.grow(2 * state.size)
-    return _result(
-        target,
-        prompts,
-        jax.device_get((state.tokens, state.length, state.committed, state.rounds)),
-        finish,
-    )
+    arrays = jax.device_get((state.tokens, state.length, state.committed, state.rounds))
+    return _result(target, rows, arrays, finish)
 
 
 def _check(
