@@ -54,7 +54,6 @@ def test_it_is_the_mean_over_blocks_of_the_matching_prefix_and_one(examples):
     hidden = jax.jit(block_hidden, static_argnums=0)(MODULE, PARAMS, embedding, jnp.ones(WIDTH), blocks)  # fmt: skip
     chosen = np.asarray(jnp.einsum("VD,DBT->BTV", head, hidden).argmax(axis=-1))
     chosen = chosen.reshape(4, 6, 4)
-    # Labels become what the draft says at every third block, so that lengths differ.
     lengths = []
     for row, e in enumerate(examples[:4]):
         for i, a in enumerate(np.asarray(positions[row]).tolist()):

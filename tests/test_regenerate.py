@@ -31,7 +31,8 @@ def plain():
     """Each prompt's answer, decoded alone."""
     prompts = numbered(*LENGTHS)
     return {
-        name: generate(TARGET, None, [ids], max_new_tokens=NEW).tokens[0] for name, _, ids in prompts
+        name: generate(TARGET, None, [ids], max_new_tokens=NEW).tokens[0]
+        for name, _, ids in prompts
     }
 
 

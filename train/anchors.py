@@ -8,7 +8,9 @@ from jaxtyping import Array, Bool, Int
 # the end of a response: their slots past it carry no label, so short responses train too.
 
 
-def sample_anchors(key: jax.Array, supervised: Bool[Array, "B S"], count: int) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
+def sample_anchors(
+    key: jax.Array, supervised: Bool[Array, "B S"], count: int
+) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
     """Draws up to `count` distinct anchors a row, uniformly, in ascending order.
 
     Args:
@@ -36,7 +38,11 @@ def sample_anchors(key: jax.Array, supervised: Bool[Array, "B S"], count: int) -
 
 
 def block_labels(
-    tokens: Int[Array, "B S"], supervised: Bool[Array, "B S"], anchors: Int[Array, "B A"], real: Bool[Array, "B A"], block_size: int
+    tokens: Int[Array, "B S"],
+    supervised: Bool[Array, "B S"],
+    anchors: Int[Array, "B A"],
+    real: Bool[Array, "B A"],
+    block_size: int,
 ) -> tuple[Int[Array, "B A Q"], Bool[Array, "B A Q"]]:
     """Slot k's label, the token at anchor + k, and whether it counts.
 

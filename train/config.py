@@ -36,7 +36,9 @@ class TrainConfig:
     target: str = ""
     seed: int = 0
     target_layer_ids: tuple[int, ...] = (1, 8, 14, 20, 27)
-    prompts: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"chat": 3200, "math": 1600, "code": 1600})
+    prompts: Mapping[str, int] = dataclasses.field(
+        default_factory=lambda: {"chat": 3200, "math": 1600, "code": 1600}
+    )
     rows: int = 128
     refill: int = 16
     response_size: int = 256
@@ -64,7 +66,9 @@ class TrainConfig:
     save_every: int = 500
 
     def __post_init__(self):
-        problems = [text for f in dataclasses.fields(self) for text in _faults(f, getattr(self, f.name))]
+        problems = [
+            text for f in dataclasses.fields(self) for text in _faults(f, getattr(self, f.name))
+        ]
         if problems:
             raise ValueError("; ".join(problems))
         if self.candidates < self.frequent:
@@ -90,14 +94,20 @@ def _faults(field: dataclasses.Field, value: Any) -> Iterator[str]:
         yield f"{name}={value!r} must be a string"
     if field.type is int and (type(value) is not int or value < least):
         yield f"{name}={value!r} must be an integer, at least {least}"
-    if field.type is float and not (_is_number(value) and (value > 0 or (value == 0 and name in _MAY_BE_ZERO))):
+    if field.type is float and not (
+        _is_number(value) and (value > 0 or (value == 0 and name in _MAY_BE_ZERO))
+    ):
         yield f"{name}={value!r} must be a {'non-negative' if name in _MAY_BE_ZERO else 'positive'} number"
     if name in ("b1", "b2") and _is_number(value) and value >= 1:
         yield f"{name}={value!r} must be less than 1"
-    if name == "target_layer_ids" and not (isinstance(value, tuple) and value and all(type(i) is int and i >= 0 for i in value)):
+    if name == "target_layer_ids" and not (
+        isinstance(value, tuple) and value and all(type(i) is int and i >= 0 for i in value)
+    ):
         yield f"{name}={value!r} must be a list of layers"
     for table, known in (("mixture", OBJECTIVES), ("prompts", KINDS)):
-        if name == table and not (isinstance(value, Mapping) and value and set(value) <= set(known)):
+        if name == table and not (
+            isinstance(value, Mapping) and value and set(value) <= set(known)
+        ):
             yield f"{name}={value!r} must be a table with keys of {sorted(known)}"
         elif name == table and not all(_is_number(v) and v > 0 for v in value.values()):
             yield f"{name}={dict(value)!r} must hold positive numbers"

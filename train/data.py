@@ -69,11 +69,15 @@ def batch_indices(step: int, count: int, batch_size: int, seed: int) -> np.ndarr
 
 def frequent_ids(examples: Sequence[Example], count: int) -> np.ndarray:
     """The `count` most frequent response tokens, most frequent first; ties go to the smaller id."""
-    ids, counts = np.unique(np.concatenate([e.tokens[e.prompt_length :] for e in examples]), return_counts=True)
+    ids, counts = np.unique(
+        np.concatenate([e.tokens[e.prompt_length :] for e in examples]), return_counts=True
+    )
     return ids[np.argsort(-counts, kind="stable")][:count]
 
 
-def candidate_ids(labels: np.ndarray, frequent: np.ndarray, vocab_size: int, count: int, rng: np.random.Generator) -> np.ndarray:
+def candidate_ids(
+    labels: np.ndarray, frequent: np.ndarray, vocab_size: int, count: int, rng: np.random.Generator
+) -> np.ndarray:
     """Head rows that a step's loss runs over: its labels, the frequent ids and random others.
 
     Returns:
@@ -85,7 +89,9 @@ def candidate_ids(labels: np.ndarray, frequent: np.ndarray, vocab_size: int, cou
     """
     fixed = np.union1d(labels, frequent)
     if len(fixed) > count:
-        raise ValueError(f"{len(fixed)} labels and frequent ids are more than the {count} head rows of a step")
+        raise ValueError(
+            f"{len(fixed)} labels and frequent ids are more than the {count} head rows of a step"
+        )
     drawn = rng.choice(vocab_size, size=min(vocab_size, 2 * count), replace=False)
     others = drawn[~np.isin(drawn, fixed)]  # in the order drawn: sorted, a cut would keep small ids
     return np.sort(np.concatenate([fixed, others[: count - len(fixed)]])).astype(np.int32)

@@ -24,13 +24,22 @@ def supervised_tokens(prompt_length, length, size: int) -> Bool[Array, "B S"]:
 
 @functools.partial(jax.jit, static_argnames=("module", "chunk"))
 def block_correct(
-    module: DFlashDraftModel, params: Any, embedding: Float[Array, "V D"], head: Float[Array, "V D"], feature_scale: Float[Array, " CD"], blocks: Blocks, *, chunk: int
+    module: DFlashDraftModel,
+    params: Any,
+    embedding: Float[Array, "V D"],
+    head: Float[Array, "V D"],
+    feature_scale: Float[Array, " CD"],
+    blocks: Blocks,
+    *,
+    chunk: int,
 ) -> Bool[Array, "B A Q"]:
     """Where the draft's argmax over the whole vocabulary is the label."""
     hidden = block_hidden(module, params, embedding, feature_scale, blocks)
     hidden = hidden.reshape(len(hidden), -1)
     labels = blocks.labels.reshape(-1)
-    totals = vocabulary_loss((("cross_entropy", 1.0),), hidden, head, labels, jnp.ones(labels.shape), chunk=chunk)
+    totals = vocabulary_loss(
+        (("cross_entropy", 1.0),), hidden, head, labels, jnp.ones(labels.shape), chunk=chunk
+    )
     return totals.correct.reshape(blocks.labels.shape)
 
 
@@ -53,10 +62,21 @@ def evaluate(
         chosen = list(examples[start : start + batch_size])
         padded = chosen + [chosen[-1]] * (batch_size - len(chosen))
         batch = make_batch(padded, size)
-        supervised = supervised_tokens(jnp.asarray(batch.prompt_length), jnp.asarray(batch.length), size)
+        supervised = supervised_tokens(
+            jnp.asarray(batch.prompt_length), jnp.asarray(batch.length), size
+        )
         supervised = supervised & (jnp.arange(batch_size) < len(chosen))[:, None]
-        positions, real = sample_anchors(jax.random.fold_in(jax.random.key(0), start), supervised, anchors)
-        blocks = make_blocks(jnp.asarray(batch.tokens), jnp.asarray(batch.features), supervised, positions, real, module.config.block_size)
+        positions, real = sample_anchors(
+            jax.random.fold_in(jax.random.key(0), start), supervised, anchors
+        )
+        blocks = make_blocks(
+            jnp.asarray(batch.tokens),
+            jnp.asarray(batch.features),
+            supervised,
+            positions,
+            real,
+            module.config.block_size,
+        )
         correct = block_correct(module, params, embedding, head, feature_scale, blocks, chunk=chunk)
         length, count = acceptance_length(correct, blocks.counts, blocks.real)
         total, blocks_seen = total + float(length), blocks_seen + float(count)

@@ -22,12 +22,16 @@ def decay_weights(block_size: int, gamma: float | None) -> Float[Array, " Q"]:
     return jnp.where(slot > 0, weights, 0.0)
 
 
-def cross_entropy(logits: Float[Array, "V c"], labels: Int[Array, " c"], teacher: Float[Array, "V c"] | None) -> Float[Array, " c"]:
+def cross_entropy(
+    logits: Float[Array, "V c"], labels: Int[Array, " c"], teacher: Float[Array, "V c"] | None
+) -> Float[Array, " c"]:
     """-log p(label)."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels, axis=0)
 
 
-def kl_divergence(logits: Float[Array, "V c"], labels: Int[Array, " c"], teacher: Float[Array, "V c"] | None) -> Float[Array, " c"]:
+def kl_divergence(
+    logits: Float[Array, "V c"], labels: Int[Array, " c"], teacher: Float[Array, "V c"] | None
+) -> Float[Array, " c"]:
     """KL(target || draft); labels are not used.
 
     Source: speculators 0.9.0 `losses/eager.py`.
@@ -86,16 +90,27 @@ def vocabulary_loss(
     def one(rows):
         h, label, weight, t = rows
         logits = jnp.einsum("VD,DR->VR", head, h, preferred_element_type=jnp.float32)
-        target = None if t is None else jnp.einsum("VD,DR->VR", head, t, preferred_element_type=jnp.float32)
+        target = (
+            None
+            if t is None
+            else jnp.einsum("VD,DR->VR", head, t, preferred_element_type=jnp.float32)
+        )
         loss = sum(share * OBJECTIVES[name](logits, label, target) for name, share in mixture)
         return jnp.sum(weight * loss), jnp.argmax(logits, axis=0) == label
 
-    rows = (split(hidden), split(labels), split(weights), None if teacher is None else split(teacher))
+    rows = (
+        split(hidden),
+        split(labels),
+        split(weights),
+        None if teacher is None else split(teacher),
+    )
     loss, correct = jax.lax.map(one, rows)
     return Totals(loss.sum(), weights.sum(), correct.reshape(-1)[:R])
 
 
-def acceptance_length(correct: Bool[Array, "B A Q"], counts: Bool[Array, "B A Q"], real: Bool[Array, "B A"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+def acceptance_length(
+    correct: Bool[Array, "B A Q"], counts: Bool[Array, "B A Q"], real: Bool[Array, "B A"]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Teacher-forced acceptance: sum over real blocks of (matching prefix + 1), and their number.
 
     Slots that do not count end the prefix.

@@ -185,11 +185,8 @@ def split(prompts: Sequence[Prompt], held_out_per_kind: int) -> tuple[list[Promp
 
 def evaluation_shingles() -> set[str]:
     """Returns the shingles of the committed evaluation texts, which no prompt may share."""
-    texts = []
-    for path in BENCHMARK_FILES:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        texts += [json.loads(line)["text"] for line in lines]
-    return set().union(*map(shingles, texts))
+    lines = [x for path in BENCHMARK_FILES for x in path.read_text("utf-8").splitlines()]
+    return set().union(*(shingles(json.loads(line)["text"]) for line in lines))
 
 
 def write_jsonl(path: Path, prompts: Iterable[Prompt]) -> None:
@@ -366,27 +363,25 @@ def _code_families(seed: int, count: int) -> dict[str, Family]:
 
 def _number_functions() -> Iterator[list[str]]:
     """Yields name, arguments, return type, description and example of list functions."""
-    for aggregate, (returns, text, combine) in AGGREGATES.items():
+    for task, (returns, text, combine) in AGGREGATES.items():
         for name, (words, test) in FILTERS.items():
-            rng = random.Random(f"{aggregate}/{name}")
+            rng = random.Random(f"{task}/{name}")
             numbers = rng.sample(range(-9, 31), rng.randint(4, 6))
             chosen = [n for n in numbers if test(n)]
             example = f"{numbers} => {combine(chosen)!r}" if chosen else ""
             if "." in example[-5:] and not example.endswith((".0", ".5")):
                 example = ""
-            if (aggregate, name) != ("keep", "positive"):  # HumanEval/30
-                description = text.format(f=words)
-                yield [f"{aggregate}_{name}", "numbers: list", returns, description, example]
+            if (task, name) != ("keep", "positive"):  # HumanEval/30
+                yield [f"{task}_{name}", "numbers: list", returns, text.format(f=words), example]
 
 
 def _string_functions() -> Iterator[list[str]]:
     for edit, (returns, words, apply) in EDITS.items():
-        for name, (what, test) in CHARACTERS.items():
+        for name, (f, test) in CHARACTERS.items():
             text = random.Random(f"{edit}/{name}").choice(_SAMPLE_TEXTS)
             example = f"{text!r} => {apply(text, test)!r}"
             if (edit, name) != ("remove", "vowel"):  # HumanEval/51
-                description = words.format(f=what)
-                yield [f"{edit}_{name}_chars", "text: str", returns, description, example]
+                yield [f"{edit}_{name}_chars", "text: str", returns, words.format(f=f), example]
 
 
 def _other_functions(tables: Mapping) -> Iterator[list[str]]:
@@ -438,7 +433,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{kind}", type=int, default=count, help=f"{kind} prompts to build")
     parser.add_argument("--seed", type=int, default=0, help="of the choice and the order")
     parser.add_argument("--held-out", type=int, default=16, help="held-out prompts of each kind")
-    parser.add_argument("--tokenizer", help="a tokenizer.json, to print prompt lengths with")
     args = parser.parse_args(argv)
     prompts = build({kind: getattr(args, kind) for kind in KINDS}, args.seed)
     parts = dict(zip(("train", "held_out"), split(prompts, args.held_out), strict=True))
@@ -447,14 +441,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(name, len(part), dict(sorted(Counter(p.kind for p in part).items())))
     for source, number in sorted(Counter(p.source for p in parts["train"]).items()):
         print(f"{number:6} {source}")
-    if args.tokenizer:
-        from tokenizers import Tokenizer
-
-        encode = Tokenizer.from_file(args.tokenizer).encode
-        for kind in KINDS:
-            lengths = sorted(len(encode(p.text).ids) for p in prompts if p.kind == kind)
-            quantiles = {q: lengths[int(q * (len(lengths) - 1))] for q in (0.1, 0.5, 0.9, 1.0)}
-            print(f"tokens of {kind} prompts, by quantile: {quantiles}")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,9 @@ def regenerate(
     for name, _, ids in prompts:
         need = len(ids) + max(max_new_tokens + 1, PREFILL_CHUNK)
         if not ids or need > size:
-            raise ValueError(f"prompt {name!r} has {len(ids)} tokens and needs {need} of {size=} slots")
+            raise ValueError(
+                f"prompt {name!r} has {len(ids)} tokens and needs {need} of {size=} slots"
+            )
     models = Models(TargetModel(Transformer(target.config, target_layer_ids)), Recorder(), 1)
     params = {"target": target.params}
     queue = iter(prompts)
@@ -98,7 +100,9 @@ def regenerate(
         limits = [max_new_tokens] * len(batch) + [0] * (refill - len(batch))
         state = new_state(target, ids, limits, target.stop_token_ids, size)
         width = len(target_layer_ids) * target.config.hidden_size
-        features = Features(jnp.zeros((refill, size, width), jnp.bfloat16), jnp.zeros((refill,), jnp.int32))
+        features = Features(
+            jnp.zeros((refill, size, width), jnp.bfloat16), jnp.zeros((refill,), jnp.int32)
+        )
         state = prefill(models, params, state.replace(draft=features), chunk=PREFILL_CHUNK)
         return state, batch + [None] * (refill - len(batch))
 
@@ -165,7 +169,17 @@ def read_prompts(path: Path, tokenizer, max_prompt_tokens: int) -> list[tuple[st
     return prompts
 
 
-def answer_prompts(target: Target, prompts: Path, out: Path, target_layer_ids: tuple[int, ...], *, rows: int, refill: int, max_new_tokens: int, size: int) -> None:
+def answer_prompts(
+    target: Target,
+    prompts: Path,
+    out: Path,
+    target_layer_ids: tuple[int, ...],
+    *,
+    rows: int,
+    refill: int,
+    max_new_tokens: int,
+    size: int,
+) -> None:
     """Answers every prompt of a file that has no answer in `out` yet; prompts too long for `size` are left out."""
     longest = size - max(max_new_tokens + 1, PREFILL_CHUNK)
     done = read_ids(out)
@@ -173,10 +187,24 @@ def answer_prompts(target: Target, prompts: Path, out: Path, target_layer_ids: t
     if not todo:
         return
     index = 1 + max((int(p.stem) for p in shard_paths(out)), default=-1)
-    columns = (TextColumn(out.name), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeRemainingColumn())
+    columns = (
+        TextColumn(out.name),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[tokens]} tokens"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task, tokens = progress.add_task("", total=len(todo), tokens=0), 0
-        answers = regenerate(target, todo, target_layer_ids, rows=rows, refill=refill, max_new_tokens=max_new_tokens, size=size)
+        answers = regenerate(
+            target,
+            todo,
+            target_layer_ids,
+            rows=rows,
+            refill=refill,
+            max_new_tokens=max_new_tokens,
+            size=size,
+        )
         while shard := list(itertools.islice(answers, EXAMPLES_A_SHARD)):
             write_shard(out, index, shard, target_layer_ids)
             index += 1
@@ -185,11 +213,17 @@ def answer_prompts(target: Target, prompts: Path, out: Path, target_layer_ids: t
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m train.regenerate", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m train.regenerate", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("prompts", type=Path, help="JSON lines with id, kind and text")
     parser.add_argument("out", type=Path, help="folder of shards; an interrupted run goes on")
-    parser.add_argument("--target", default=None, help="checkpoint of the target (default: embedded)")
-    parser.add_argument("--taps", default="1,8,14,20,27", help="target layers whose states are kept")
+    parser.add_argument(
+        "--target", default=None, help="checkpoint of the target (default: embedded)"
+    )
+    parser.add_argument(
+        "--taps", default="1,8,14,20,27", help="target layers whose states are kept"
+    )
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--refill", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=160)

@@ -68,10 +68,18 @@ def draft_config(target: Target, config: TrainConfig) -> DraftConfig:
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """AdamW after clipping, with linear warm-up and cosine decay; norms' weights do not decay."""
     peak = config.learning_rate
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, config.warmup, config.steps, peak * config.final_rate)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, peak, config.warmup, config.steps, peak * config.final_rate
+    )
     return optax.chain(
         optax.clip_by_global_norm(config.clip),
-        optax.adamw(schedule, config.b1, config.b2, weight_decay=config.weight_decay, mask=functools.partial(jax.tree.map, lambda x: x.ndim > 1)),
+        optax.adamw(
+            schedule,
+            config.b1,
+            config.b2,
+            weight_decay=config.weight_decay,
+            mask=functools.partial(jax.tree.map, lambda x: x.ndim > 1),
+        ),
     )
 
 
@@ -93,7 +101,11 @@ class Setup:
 
     @property
     def head(self):
-        return self.embedding if self.target.config.tie_word_embeddings else self.target.params["lm_head"]["weight"]
+        return (
+            self.embedding
+            if self.target.config.tie_word_embeddings
+            else self.target.params["lm_head"]["weight"]
+        )
 
 
 def prepare(config: TrainConfig) -> Setup:
@@ -110,14 +122,28 @@ def prepare(config: TrainConfig) -> Setup:
         taps = (*taps, target.config.num_hidden_layers - 1)
     sets = {"responses": prompts} | {path.stem: path for path in prompt_set.EVALUATION_FILES}
     for name, path in sets.items():
-        rows, refill = (config.rows, config.refill) if name == "responses" else (config.refill, config.refill)
+        rows, refill = (
+            (config.rows, config.refill) if name == "responses" else (config.refill, config.refill)
+        )
         answer_prompts(
             target, path, run / name, taps, rows=rows, refill=refill, max_new_tokens=config.max_new_tokens,
             size=config.response_size if name == "responses" else 2 * config.response_size,
         )  # fmt: skip
     examples = load_examples(run / "responses", taps)
-    held_out = {name: load_examples(run / name, config.target_layer_ids) for name in sets if name != "responses"}
-    return Setup(config, target, module, make_optimizer(config), examples, held_out, frequent_ids(examples, config.frequent))
+    held_out = {
+        name: load_examples(run / name, config.target_layer_ids)
+        for name in sets
+        if name != "responses"
+    }
+    return Setup(
+        config,
+        target,
+        module,
+        make_optimizer(config),
+        examples,
+        held_out,
+        frequent_ids(examples, config.frequent),
+    )
 
 
 def first_state(setup: Setup) -> TrainState:
@@ -126,8 +152,12 @@ def first_state(setup: Setup) -> TrainState:
     width = len(draft.target_layer_ids) * draft.hidden_size
     taps = [dataclasses.replace(e, features=e.features[:, :width]) for e in setup.examples[:64]]
     scale = feature_scale(taps)
-    params = warm_start(random_params(draft, jax.random.key(config.seed)), setup.target.params, draft, scale, taps)
-    return TrainState(jnp.zeros((), jnp.int32), params, setup.optimizer.init(params), jnp.asarray(scale))
+    params = warm_start(
+        random_params(draft, jax.random.key(config.seed)), setup.target.params, draft, scale, taps
+    )
+    return TrainState(
+        jnp.zeros((), jnp.int32), params, setup.optimizer.init(params), jnp.asarray(scale)
+    )
 
 
 def make_step_input(setup: Setup, step: int) -> tuple[Blocks, np.ndarray]:
@@ -149,7 +179,9 @@ def make_step_input(setup: Setup, step: int) -> tuple[Blocks, np.ndarray]:
 
 
 @functools.partial(jax.jit, static_argnames=("anchors", "block_size"))
-def _sample_blocks(key, tokens, features, prompt_length, length, teacher, *, anchors: int, block_size: int) -> Blocks:
+def _sample_blocks(
+    key, tokens, features, prompt_length, length, teacher, *, anchors: int, block_size: int
+) -> Blocks:
     supervised = supervised_tokens(prompt_length, length, tokens.shape[1])
     positions, real = sample_anchors(key, supervised, anchors)
     return make_blocks(tokens, features, supervised, positions, real, block_size, teacher)
@@ -174,13 +206,21 @@ def train(setup: Setup) -> None:
     mixture = tuple(sorted(setup.config.mixture.items()))
     metrics_file = run / "metrics.jsonl"
     with ocp.training.Checkpointer(
-        (run / "checkpoints").absolute(), preservation_policy=ocp.training.preservation_policies.LatestN(2), cleanup_tmp_directories=True
+        (run / "checkpoints").absolute(),
+        preservation_policy=ocp.training.preservation_policies.LatestN(2),
+        cleanup_tmp_directories=True,
     ) as checkpointer:
         state = first_state(setup)
         if checkpointer.latest is not None:
             state = checkpointer.load(checkpointer.latest.step, state)
         best = _forget_later(metrics_file, int(state.step))
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[note]}"), TimeRemainingColumn())
+        columns = (
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=_console) as progress:
             task = progress.add_task("", total=config.steps, completed=int(state.step), note="")
             labels, since = 0, time.perf_counter()
@@ -193,7 +233,11 @@ def train(setup: Setup) -> None:
                 values = {name: float(value) for name, value in metrics.items()}
                 labels += values["labels"]
                 rate = labels / (time.perf_counter() - since)
-                progress.update(task, advance=1, note=f"loss {values['loss']:.3f} accuracy {values['accuracy']:.3f} {rate:.0f} labels/s")
+                progress.update(
+                    task,
+                    advance=1,
+                    note=f"loss {values['loss']:.3f} accuracy {values['accuracy']:.3f} {rate:.0f} labels/s",
+                )
                 done = step + 1
                 record: dict[str, Any] = {"step": done, **values, "labels_per_second": rate}
                 if done % config.evaluate_every == 0 or done == config.steps:
@@ -223,7 +267,10 @@ def _forget_later(metrics_file: Path, step: int) -> float:
     partial = metrics_file.with_suffix(".partial")
     partial.write_text("".join(json.dumps(r) + "\n" for r in records))
     partial.replace(metrics_file)
-    return max((r["acceptance_length"]["held_out"] for r in records if "acceptance_length" in r), default=0.0)
+    return max(
+        (r["acceptance_length"]["held_out"] for r in records if "acceptance_length" in r),
+        default=0.0,
+    )
 
 
 def export(setup: Setup, state: TrainState, folder: Path) -> None:
@@ -246,7 +293,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = read_recipe(args.recipe, args.overrides)
         setup = prepare(config)
-        (Path(config.run) / "recipe.json").write_text(json.dumps(dataclasses.asdict(config), indent=1))
+        (Path(config.run) / "recipe.json").write_text(
+            json.dumps(dataclasses.asdict(config), indent=1)
+        )
         train(setup)
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)

@@ -54,7 +54,13 @@ class Blocks:
     real: Bool[Array, "B A"]
 
 
-def block_hidden(module: DFlashDraftModel, params: Any, embedding: Float[Array, "V D"], feature_scale: Float[Array, " CD"], blocks: Blocks) -> Float[Array, "D B T"]:
+def block_hidden(
+    module: DFlashDraftModel,
+    params: Any,
+    embedding: Float[Array, "V D"],
+    feature_scale: Float[Array, " CD"],
+    blocks: Blocks,
+) -> Float[Array, "D B T"]:
     """The draft's hidden states `[D, B, A * Q]` of every block."""
     B, A, Q = blocks.labels.shape
     masks = jnp.full((B, A, Q - 1), module.config.mask_token_id, jnp.int32)
@@ -83,21 +89,44 @@ def block_loss(
     if blocks.teacher is not None:
         # Slot k's label is what the target said after position anchor + k - 1.
         S = blocks.teacher.shape[1]
-        position = blocks.anchors[:, :, None] + jnp.arange(Q, dtype=blocks.anchors.dtype)[None, None] - 1
+        position = (
+            blocks.anchors[:, :, None] + jnp.arange(Q, dtype=blocks.anchors.dtype)[None, None] - 1
+        )
         position = jnp.clip(position, 0, S - 1).reshape(B, -1, 1)
-        teacher = jnp.take_along_axis(blocks.teacher, position, axis=1).astype(jnp.float32).transpose(2, 0, 1).reshape(-1, B * A * Q)
+        teacher = (
+            jnp.take_along_axis(blocks.teacher, position, axis=1)
+            .astype(jnp.float32)
+            .transpose(2, 0, 1)
+            .reshape(-1, B * A * Q)
+        )
     flat = (blocks.labels.reshape(-1), weights.reshape(-1))
-    totals = vocabulary_loss(mixture, hidden.reshape(len(hidden), -1), head, *flat, teacher, chunk=chunk)
+    totals = vocabulary_loss(
+        mixture, hidden.reshape(len(hidden), -1), head, *flat, teacher, chunk=chunk
+    )
     return totals.loss / jnp.maximum(totals.weight, 1e-6), totals
 
 
-def make_blocks(tokens, features, supervised, anchors, real, block_size: int, teacher=None) -> Blocks:
+def make_blocks(
+    tokens, features, supervised, anchors, real, block_size: int, teacher=None
+) -> Blocks:
     """The blocks of given anchors, labels as token ids."""
     labels, counts = block_labels(tokens, supervised, anchors, real, block_size)
-    return Blocks(features, teacher, jnp.take_along_axis(tokens, anchors, axis=1), anchors, labels, counts, real)
+    return Blocks(
+        features,
+        teacher,
+        jnp.take_along_axis(tokens, anchors, axis=1),
+        anchors,
+        labels,
+        counts,
+        real,
+    )
 
 
-@functools.partial(jax.jit, static_argnames=("module", "optimizer", "mixture", "gamma", "chunk"), donate_argnames=("state",))
+@functools.partial(
+    jax.jit,
+    static_argnames=("module", "optimizer", "mixture", "gamma", "chunk"),
+    donate_argnames=("state",),
+)
 def train_step(
     state: TrainState,
     embedding: Float[Array, "V D"],
@@ -121,7 +150,9 @@ def train_step(
     """
     rows = head if ids is None else head[ids]
     loss_fn = functools.partial(block_loss, module, mixture, gamma, chunk)
-    (loss, totals), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params, embedding, rows, state.feature_scale, blocks)
+    (loss, totals), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+        state.params, embedding, rows, state.feature_scale, blocks
+    )
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     counted = blocks.counts.reshape(-1)
     metrics = {
@@ -130,5 +161,7 @@ def train_step(
         "gradient_norm": optax.tree.norm(grads),
         "labels": jnp.sum(counted),
     }
-    state = state.replace(step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state)
+    state = state.replace(
+        step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state
+    )
     return state, metrics

@@ -36,7 +36,9 @@ class Example:
     features: np.ndarray
 
 
-def write_shard(folder: Path, index: int, examples: Sequence[Example], target_layer_ids: Sequence[int]) -> None:
+def write_shard(
+    folder: Path, index: int, examples: Sequence[Example], target_layer_ids: Sequence[int]
+) -> None:
     """Writes shard number `index` of `folder`, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
@@ -84,7 +86,9 @@ def read_shard(path: Path, target_layer_ids: Sequence[int]) -> Iterator[Example]
         raise ValueError(f"{path} holds taps {stored}, not {missing}")
     width = tensors["features"].shape[1] // len(stored)
     columns = np.concatenate([np.arange(width) + stored.index(i) * width for i in target_layer_ids])
-    features = tensors["features"] if list(target_layer_ids) == stored else tensors["features"][:, columns]
+    features = (
+        tensors["features"] if list(target_layer_ids) == stored else tensors["features"][:, columns]
+    )
     ends = np.cumsum(tensors["length"])
     for i, (end, length) in enumerate(zip(ends, tensors["length"])):
         rows = slice(end - length, end)

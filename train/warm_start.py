@@ -21,7 +21,9 @@ def random_params(config: DraftConfig, key: jax.Array) -> dict[str, Any]:
     """Random float32 parameters of a draft."""
     module = DFlashDraftModel(config)
     x = jax.ShapeDtypeStruct((config.hidden_size, 1, config.block_size), jnp.float32)
-    context = jax.ShapeDtypeStruct((len(config.target_layer_ids) * config.hidden_size, 1, 1), jnp.float32)
+    context = jax.ShapeDtypeStruct(
+        (len(config.target_layer_ids) * config.hidden_size, 1, 1), jnp.float32
+    )
     anchors = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     zeros = [jnp.zeros(a.shape, a.dtype) for a in (x, context, anchors)]
     return module.init(key, *zeros, method="blocks")["params"]
@@ -33,7 +35,13 @@ def feature_scale(examples: Sequence[Example], sample: int = 64) -> Float[np.nda
     return 1.0 / np.maximum(np.sqrt(np.mean(np.square(rows), axis=0)), 1e-6)
 
 
-def warm_start(params: Mapping[str, Any], target: Mapping[str, Any], config: DraftConfig, scale: Float[np.ndarray, " CD"], examples: Sequence[Example]) -> dict[str, Any]:
+def warm_start(
+    params: Mapping[str, Any],
+    target: Mapping[str, Any],
+    config: DraftConfig,
+    scale: Float[np.ndarray, " CD"],
+    examples: Sequence[Example],
+) -> dict[str, Any]:
     """`params` with the target's last layers in place of the draft's, and `fc` passing the last tap through.
 
     The input norms are folded into the projections that they feed, since a draft's context does not
@@ -55,8 +63,12 @@ def warm_start(params: Mapping[str, Any], target: Mapping[str, Any], config: Dra
             attention[name] = {"weight": source["self_attn"][name]["weight"] * norm[None]}
         attention["o_proj"] = dict(source["self_attn"]["o_proj"])
         for name in ("q", "k"):
-            heads = (unit @ np.asarray(attention[f"{name}_proj"]["weight"]).T).reshape(-1, config.head_dim)
-            attention[f"{name}_norm"] = {"weight": jnp.asarray(np.sqrt(np.mean(np.square(heads), axis=0)))}
+            heads = (unit @ np.asarray(attention[f"{name}_proj"]["weight"]).T).reshape(
+                -1, config.head_dim
+            )
+            attention[f"{name}_norm"] = {
+                "weight": jnp.asarray(np.sqrt(np.mean(np.square(heads), axis=0)))
+            }
         layer["self_attn"] = attention
         layer["mlp"] = source["mlp"]
         layer["post_attention_layernorm"] = source["post_attention_layernorm"]
