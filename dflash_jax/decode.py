@@ -103,8 +103,9 @@ class State(struct.PyTreeNode):
     def size(self) -> int:
         return self.tokens.shape[1]
 
+    @functools.partial(jax.jit, static_argnames=("size",))
     def grow(self, size: int) -> "State":
-        """The same state with `size` slots a row; one copy."""
+        """The same state with `size` slots a row; one copy, in one compiled program."""
         return self.replace(
             tokens=grow(self.tokens, size, axis=1),
             committed=grow(self.committed, size, axis=1),

@@ -128,10 +128,11 @@ def stored(out):
     return [e for path in shard_paths(out) for e in read_shard(path, TAPS)]
 
 
-def test_prompts_are_read_whole_and_too_long_ones_are_left_out(prompt_file):
+def test_prompts_are_read_whole_and_too_long_ones_are_left_out_and_counted(prompt_file, capsys):
     prompts = read_prompts(prompt_file, Tokenizer(), 36)
     assert [p[0] for p in prompts] == ["p0", "p1", "p3", "p4", "p5"]
     assert len(prompts[1][2]) == len("a line\u2028in two")
+    assert "1 prompts of over 36 tokens left out" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_goes_on_with_the_prompts_that_have_no_answer(

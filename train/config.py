@@ -135,4 +135,5 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         raise ValueError(f"recipe {path}: unknown keys {', '.join(unknown)}")
     if "run" not in values:
         raise ValueError(f"recipe {path}: run, the folder of the run, is missing")
-    return TrainConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    return TrainConfig(**given)

@@ -32,10 +32,12 @@ def cross_entropy(
 def kl_divergence(
     logits: Float[Array, "V c"], labels: Int[Array, " c"], teacher: Float[Array, "V c"] | None
 ) -> Float[Array, " c"]:
-    """KL(target || draft); labels are not used.
+    """KL(target || draft) over the head rows that take part; labels are not used.
 
     Source: speculators 0.9.0 `losses/eager.py`.
     """
+    if teacher is None:
+        raise ValueError("kl_divergence needs the target's hidden states")
     log_draft, log_target = jax.nn.log_softmax(logits, axis=0), jax.nn.log_softmax(teacher, axis=0)
     return optax.losses.kl_divergence_with_log_targets(log_draft, log_target, axis=0)
 

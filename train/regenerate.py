@@ -37,8 +37,7 @@ ROUNDS_A_CALL = 16
 EXAMPLES_A_SHARD = 128
 
 
-@struct.dataclass
-class Features:
+class Features(struct.PyTreeNode):
     """A draft's cache that keeps the raw taps. `values` is `[B, S, C * D]`, bfloat16."""
 
     values: Float[Array, "B S CD"]
@@ -149,12 +148,12 @@ def _harvest(state: State, rows: np.ndarray, owners: list) -> Iterator[Example]:
 
 
 def read_prompts(path: Path, tokenizer, max_prompt_tokens: int) -> list[tuple[str, str, list[int]]]:
-    """(id, kind, chat-template token ids) of each line that is short enough.
+    """(id, kind, chat-template token ids) of each line that is short enough; says how many are not.
 
     Raises:
         ValueError: If a line is no JSON object with these keys.
     """
-    prompts = []
+    prompts, too_long = [], 0
     # Not splitlines, which also cuts at the line separators that JSON leaves inside a text.
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
@@ -166,6 +165,13 @@ def read_prompts(path: Path, tokenizer, max_prompt_tokens: int) -> list[tuple[st
         ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
         if len(ids) <= max_prompt_tokens:
             prompts.append((row["id"], row["kind"], ids))
+        else:
+            too_long += 1
+    if too_long:
+        print(
+            f"{path}: {too_long} prompts of over {max_prompt_tokens} tokens left out",
+            file=sys.stderr,
+        )
     return prompts
 
 

@@ -201,55 +201,62 @@ def evaluate_all(setup: Setup, state: TrainState) -> dict[str, float]:
 
 def train(setup: Setup) -> None:
     """Runs the recipe's steps from the latest checkpoint on, and exports the best draft."""
-    config = setup.config
-    run = Path(config.run)
-    mixture = tuple(sorted(setup.config.mixture.items()))
+    config, run = setup.config, Path(setup.config.run)
     metrics_file = run / "metrics.jsonl"
-    with ocp.training.Checkpointer(
-        (run / "checkpoints").absolute(),
-        preservation_policy=ocp.training.preservation_policies.LatestN(2),
-        cleanup_tmp_directories=True,
-    ) as checkpointer:
+    columns = (
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(),
+    )
+    keep: Any = ocp.training.preservation_policies.LatestN(2)
+    with (
+        ocp.training.Checkpointer(
+            str((run / "checkpoints").absolute()),
+            preservation_policy=keep,
+            cleanup_tmp_directories=True,
+        ) as checkpointer,
+        Progress(*columns, console=_console) as progress,
+    ):
         state = first_state(setup)
         if checkpointer.latest is not None:
             state = checkpointer.load(checkpointer.latest.step, state)
-        best = _forget_later(metrics_file, int(state.step))
-        columns = (
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=_console) as progress:
-            task = progress.add_task("", total=config.steps, completed=int(state.step), note="")
-            labels, since = 0, time.perf_counter()
-            for step in range(int(state.step), config.steps):
-                blocks, ids = make_step_input(setup, step)
-                state, metrics = train_step(
-                    state, setup.embedding, jnp.asarray(ids), blocks, module=setup.module, optimizer=setup.optimizer,
-                    mixture=mixture, gamma=config.gamma, chunk=config.chunk, head=setup.head,
-                )  # fmt: skip
-                values = {name: float(value) for name, value in metrics.items()}
-                labels += values["labels"]
-                rate = labels / (time.perf_counter() - since)
-                progress.update(
-                    task,
-                    advance=1,
-                    note=f"loss {values['loss']:.3f} accuracy {values['accuracy']:.3f} {rate:.0f} labels/s",
-                )
-                done = step + 1
-                record: dict[str, Any] = {"step": done, **values, "labels_per_second": rate}
-                if done % config.evaluate_every == 0 or done == config.steps:
-                    record["acceptance_length"] = evaluate_all(setup, state)
-                    _console.print(f"step {done}", record["acceptance_length"])
-                    if record["acceptance_length"]["held_out"] > best:
-                        best = record["acceptance_length"]["held_out"]
-                        export(setup, state, run / "draft")
-                with metrics_file.open("a") as f:
-                    f.write(json.dumps(record) + "\n")
-                if done % config.save_every == 0 or done == config.steps:
-                    checkpointer.save(done, state)
+        first = int(state.step)
+        best = _forget_later(metrics_file, first)
+        task = progress.add_task("", total=config.steps, completed=first, note="")
+        labels, since = 0.0, time.perf_counter()
+        for done in range(first + 1, config.steps + 1):
+            state, values = one_step(setup, state, done - 1)
+            labels += values["labels"]
+            rate = labels / (time.perf_counter() - since)
+            note = (
+                f"loss {values['loss']:.3f} accuracy {values['accuracy']:.3f} {rate:.0f} labels/s"
+            )
+            progress.update(task, advance=1, note=note)
+            record: dict[str, Any] = {"step": done, **values, "labels_per_second": rate}
+            if done % config.evaluate_every == 0 or done == config.steps:
+                lengths = record["acceptance_length"] = evaluate_all(setup, state)
+                _console.print(f"step {done}", lengths)
+                if lengths["held_out"] > best:
+                    best = lengths["held_out"]
+                    export(setup, state, run / "draft")
+            # Before the checkpoint: a run killed between the two repeats the steps and their records.
+            with metrics_file.open("a") as f:
+                f.write(json.dumps(record) + "\n")
+            if done % config.save_every == 0 or done == config.steps:
+                checkpointer.save(done, state)
+
+
+def one_step(setup: Setup, state: TrainState, step: int) -> tuple[TrainState, dict[str, float]]:
+    """Step `step` (from 0) on `state`, which is donated; and its metrics."""
+    config = setup.config
+    blocks, ids = make_step_input(setup, step)
+    state, metrics = train_step(
+        state, setup.embedding, jnp.asarray(ids), blocks, module=setup.module, optimizer=setup.optimizer,
+        mixture=tuple(sorted(config.mixture.items())), gamma=config.gamma, chunk=config.chunk, head=setup.head,
+    )  # fmt: skip
+    return state, {name: float(value) for name, value in metrics.items()}
 
 
 def _forget_later(metrics_file: Path, step: int) -> float:

@@ -9,13 +9,13 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.models import apply
 from dflash_jax.models.draft import DFlashDraftModel
 from train.anchors import block_labels
 from train.losses import Totals, decay_weights, vocabulary_loss
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
     """What a checkpoint holds.
 
     Attributes:
@@ -31,8 +31,7 @@ class TrainState:
     feature_scale: Float[Array, " CD"]
 
 
-@struct.dataclass
-class Blocks:
+class Blocks(struct.PyTreeNode):
     """A batch with its anchors; see `data.Batch` and `anchors.py`.
 
     Attributes:
@@ -67,7 +66,7 @@ def block_hidden(
     ids = jnp.concatenate([blocks.anchor_tokens[:, :, None], masks], axis=2).reshape(B, A * Q)
     x = embedding[ids].transpose(2, 0, 1)
     context = (blocks.features.astype(jnp.float32) * feature_scale[None, None]).transpose(2, 0, 1)
-    return module.apply({"params": params}, x, context, blocks.anchors, method="blocks")
+    return apply(module, params, x, context, blocks.anchors, method="blocks")
 
 
 def block_loss(

@@ -26,7 +26,7 @@ def random_params(config: DraftConfig, key: jax.Array) -> dict[str, Any]:
     )
     anchors = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     zeros = [jnp.zeros(a.shape, a.dtype) for a in (x, context, anchors)]
-    return module.init(key, *zeros, method="blocks")["params"]
+    return dict(module.init(key, *zeros, method="blocks")["params"])
 
 
 def feature_scale(examples: Sequence[Example], sample: int = 64) -> Float[np.ndarray, " CD"]:
@@ -50,13 +50,17 @@ def warm_start(
     Raises:
         ValueError: If the draft's layers have another shape than the target's.
     """
-    params = jax.tree.map(jnp.asarray, dict(params))
+    if config.num_hidden_layers > config.num_target_layers:
+        raise ValueError(
+            f"a warm start of {config.num_hidden_layers=} layers needs as many of the target's {config.num_target_layers}"
+        )
+    started: dict[str, Any] = dict(params)
     depth, D = config.num_hidden_layers, config.hidden_size
     last_tap = np.concatenate([e.features[1:-1, -D:] for e in examples[:16]]).astype(np.float32)
     unit = last_tap / np.sqrt(np.mean(np.square(last_tap), axis=1, keepdims=True))
     for i in range(depth):
         source = target[f"layers_{config.num_target_layers - depth + i}"]
-        layer = dict(params[f"layers_{i}"])
+        layer = dict(started[f"layers_{i}"])
         norm = source["input_layernorm"]["weight"]
         attention = dict(layer["self_attn"])
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -72,15 +76,15 @@ def warm_start(
         layer["self_attn"] = attention
         layer["mlp"] = source["mlp"]
         layer["post_attention_layernorm"] = source["post_attention_layernorm"]
-        if jax.tree.map(jnp.shape, layer) != jax.tree.map(jnp.shape, dict(params[f"layers_{i}"])):
+        if jax.tree.map(jnp.shape, layer) != jax.tree.map(jnp.shape, dict(started[f"layers_{i}"])):
             raise ValueError("a warm start needs draft layers of the target's shape")
-        params[f"layers_{i}"] = layer
-    fc = np.zeros(params["fc"]["weight"].shape, np.float32)
+        started[f"layers_{i}"] = layer
+    fc = np.zeros(started["fc"]["weight"].shape, np.float32)
     fc[:, -D:] = np.diag(1.0 / scale[-D:])
-    params["fc"] = {"weight": jnp.asarray(fc)}
+    started["fc"] = {"weight": jnp.asarray(fc)}
     # Half the target's scale: the first guesses should not be as sure as the target.
-    params["norm"] = {"weight": target["norm"]["weight"] * 0.5}
-    return jax.tree.map(lambda x: jnp.array(x, jnp.float32), params)
+    started["norm"] = {"weight": target["norm"]["weight"] * 0.5}
+    return jax.tree.map(lambda x: jnp.array(x, jnp.float32), started)
 
 
 def fold_scale(params: Mapping[str, Any], scale: Float[Array, " CD"]) -> dict[str, Any]:
