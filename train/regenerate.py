@@ -33,6 +33,9 @@ from dflash_jax.models.transformer import Transformer
 from dflash_jax.pair import Target, load_target, load_tokenizer
 from train.store import Example, read_ids, shard_paths, write_shard
 
+# Id, kind and token ids.
+Prompt = tuple[str, str, list[int]]
+
 ROUNDS_A_CALL = 16
 EXAMPLES_A_SHARD = 128
 
@@ -61,7 +64,7 @@ class Recorder:
 
 def regenerate(
     target: Target,
-    prompts: Sequence[tuple[str, str, list[int]]],
+    prompts: Sequence[Prompt],
     target_layer_ids: tuple[int, ...],
     *,
     rows: int,
@@ -69,7 +72,7 @@ def regenerate(
     max_new_tokens: int,
     size: int,
 ) -> Iterator[Example]:
-    """Yields an example for every (id, kind, token ids), in the order in which they end.
+    """Yields an example for every prompt, in the order in which they end.
 
     Args:
         rows: Batch rows; a multiple of `refill`.
@@ -90,46 +93,53 @@ def regenerate(
     models = Models(TargetModel(Transformer(target.config, target_layer_ids)), Recorder(), 1)
     params = {"target": target.params}
     queue = iter(prompts)
-    owners: list[tuple[str, str, list[int]] | None] = []
 
-    def fresh() -> tuple[State, list]:
-        """A prefilled state of the next `refill` prompts; rows without one ask for no tokens."""
+    def next_rows() -> tuple[State, list[Prompt | None]]:
+        """A prefilled state of the next `refill` prompts, and the owners of its rows."""
         batch = list(itertools.islice(queue, refill))
-        ids = [p[2] for p in batch] + [[0]] * (refill - len(batch))
-        limits = [max_new_tokens] * len(batch) + [0] * (refill - len(batch))
-        state = new_state(target, ids, limits, target.stop_token_ids, size)
-        width = len(target_layer_ids) * target.config.hidden_size
-        features = Features(
-            jnp.zeros((refill, size, width), jnp.bfloat16), jnp.zeros((refill,), jnp.int32)
-        )
-        state = prefill(models, params, state.replace(draft=features), chunk=PREFILL_CHUNK)
-        return state, batch + [None] * (refill - len(batch))
+        owners = [*batch, *[None] * (refill - len(batch))]
+        return _prefilled(
+            target, models, params, owners, len(target_layer_ids), max_new_tokens, size
+        ), owners
 
-    parts = []
-    for _ in range(rows // refill):
-        part, owned = fresh()
-        parts.append(part)
-        owners += owned
+    parts, owned = zip(*(next_rows() for _ in range(rows // refill)))
     state = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     del parts
+    owners = [owner for part in owned for owner in part]
     waiting = len(prompts) > rows
-    while True:
+    while any(owner is not None for owner in owners):
         state = decode(models, params, state, np.int32(ROUNDS_A_CALL))
-        ended = np.flatnonzero(np.asarray(state.finish) != RUNNING)
-        ended = ended[[owners[i] is not None for i in ended]] if not waiting else ended
-        if len(ended) >= refill or (not waiting and len(ended)):
-            chosen = ended[:refill]
-            yield from _harvest(state, chosen, owners)
-            for i in chosen:
-                owners[i] = None
-            if waiting:
-                part, owned = fresh()
-                waiting = None not in owned
-                state = insert_rows(state, part, jnp.asarray(chosen))
-                for i, owner in zip(chosen, owned):
-                    owners[i] = owner
-        if all(owner is None for owner in owners):
-            return
+        finish = np.asarray(state.finish)
+        ended = [i for i, owner in enumerate(owners) if owner is not None and finish[i] != RUNNING]
+        if len(ended) < (refill if waiting else 1):
+            continue
+        ended = ended[:refill]
+        yield from _harvest(state, ended, owners)
+        fresh, new_owners = next_rows() if waiting else (None, [None] * len(ended))
+        waiting = waiting and None not in new_owners
+        if fresh is not None:
+            state = insert_rows(state, fresh, jnp.asarray(ended))
+        for i, owner in zip(ended, new_owners):
+            owners[i] = owner
+
+
+def _prefilled(
+    target: Target,
+    models: Models,
+    params: Any,
+    owners: Sequence[Prompt | None],
+    taps: int,
+    max_new_tokens: int,
+    size: int,
+) -> State:
+    """A state after prefill; rows without an owner ask for no tokens."""
+    ids = [[0] if owner is None else owner[2] for owner in owners]
+    limits = [0 if owner is None else max_new_tokens for owner in owners]
+    state = new_state(target, ids, limits, target.stop_token_ids, size)
+    width = taps * target.config.hidden_size
+    values = jnp.zeros((len(owners), size, width), jnp.bfloat16)
+    features = Features(values, jnp.zeros((len(owners),), jnp.int32))
+    return prefill(models, params, state.replace(draft=features), chunk=PREFILL_CHUNK)
 
 
 @functools.partial(jax.jit)
@@ -137,17 +147,21 @@ def _rows(state: State, rows: Array):
     return state.tokens[rows], state.length[rows], state.draft.values[rows]
 
 
-def _harvest(state: State, rows: np.ndarray, owners: list) -> Iterator[Example]:
+def _harvest(
+    state: State, rows: Sequence[int], owners: Sequence[Prompt | None]
+) -> Iterator[Example]:
     """The examples of ended rows."""
     tokens, length, features = jax.device_get(_rows(state, jnp.asarray(rows)))
     for t, n, f, row in zip(tokens, length, features, rows):
-        name, kind, ids = owners[row]
+        owner = owners[row]
+        assert owner is not None  # only owned rows are harvested
+        name, kind, ids = owner
         values = f[:n].copy()
         values[n - 1] = 0
         yield Example(name, kind, t[:n], len(ids), values)
 
 
-def read_prompts(path: Path, tokenizer, max_prompt_tokens: int) -> list[tuple[str, str, list[int]]]:
+def read_prompts(path: Path, tokenizer, max_prompt_tokens: int) -> list[Prompt]:
     """(id, kind, chat-template token ids) of each line that is short enough; says how many are not.
 
     Raises:
