@@ -90,6 +90,8 @@ def run(
     Compilation is left out: each way runs every prompt's capacity once before the clock starts.
     """
     models, _ = bind(target, draft, block_size)
+    if models.draft is None:
+        raise ValueError(f"{block_size=} drafts nothing, so there is nothing to compare")
     ways = [(draft, block_size), (None, None)]
 
     def call(way, prompt, tokens) -> Generation:

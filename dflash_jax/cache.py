@@ -1,5 +1,6 @@
 """A fixed-size key/value cache that is rewound by shortening it."""
 
+import functools
 from typing import no_type_check
 
 import jax
@@ -58,6 +59,20 @@ def grow(tree, size: int, axis: int):
     return jax.tree.map(pad, tree)
 
 
+def write_keys_values(
+    buffer: at.KeyValues, rows: Float[Array, "B K T H"], start: at.Rows
+) -> Float[Array, "B K S H"]:
+    """Writes a layer's new keys or values `[B, K, T, H]` into slots `[start, start + T)` of each row.
+
+    One token is written twice, the second time into the scratch slot behind it: XLA's CPU backend
+    fuses an update of a single slot into its reader, and then copies the whole buffer every round.
+    So a row needs two free slots even for one token.
+    """
+    if rows.shape[2] == 1 < buffer.shape[2]:
+        rows = jnp.concatenate([rows, rows], axis=2)
+    return write_rows(buffer, rows, start, axis=2)
+
+
 def write_rows(
     buffer: Shaped[Array, " B *any"], rows: Shaped[Array, " B *new"], start: at.Rows, axis: int
 ) -> Shaped[Array, " B *any"]:
@@ -69,14 +84,12 @@ def write_rows(
     rows = rows.astype(buffer.dtype)
     zero = jnp.zeros((), start.dtype)
 
-    def at_row(b, r, s):
-        return jax.lax.dynamic_update_slice(
-            b, r, [s if i == axis - 1 else zero for i in range(b.ndim)]
-        )
+    def update(b, r, s, axis):
+        return jax.lax.dynamic_update_slice(b, r, [s if i == axis else zero for i in range(b.ndim)])
 
-    if buffer.shape[0] == 1:  # without vmap it stays a dynamic_update_slice, no scatter
-        return at_row(buffer[0], rows[0], start[0])[None]
-    return jax.vmap(at_row)(buffer, rows, start)
+    if len(buffer) == 1:  # no vmap, which would make it a scatter
+        return update(buffer, rows, start[0], axis)
+    return jax.vmap(functools.partial(update, axis=axis - 1))(buffer, rows, start)
 
 
 def read_rows(

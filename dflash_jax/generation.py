@@ -86,23 +86,19 @@ class DraftModel:
 def bind(
     target: Target, draft: Draft | None, block_size: int | None = None
 ) -> tuple[Models, dict[str, Any]]:
-    """The decoder's models and parameters of a pair.
+    """The decoder's models and parameters of a pair; a block of one leaves nothing to draft.
 
     Raises:
         ValueError: If `block_size` is not in [1, the draft's trained block size].
     """
-    if draft is None:
-        if block_size not in (None, 1):
-            raise ValueError(
-                f"{block_size=} without a draft: plain decoding reads one token a round"
-            )
+    trained = 1 if draft is None else draft.config.block_size
+    block_size = trained if block_size is None else block_size
+    if not 1 <= block_size <= trained:
+        why = "without a draft" if draft is None else "the draft's trained block size"
+        raise ValueError(f"{block_size=} must be in [1, {trained}], {why}")
+    if draft is None or block_size == 1:
         return Models(TargetModel(Transformer(target.config)), None, 1), {"target": target.params}
     c = draft.config
-    block_size = c.block_size if block_size is None else block_size
-    if not 1 <= block_size <= c.block_size:
-        raise ValueError(
-            f"{block_size=} must be in [1, {c.block_size}], the draft's trained block size"
-        )
     model = TargetModel(Transformer(target.config, c.target_layer_ids, c.last_tap))
     fns = DraftModel(DFlashDraftModel(c), model)
     return Models(model, fns, block_size), {"target": target.params, "draft": draft.params}
@@ -168,7 +164,7 @@ def generate(
     limits = [min(max_new_tokens, positions - len(p)) for p in rows]
     size = capacity(longest + max(PREFILL_CHUNK, models.block_size))
     state = new_state(target, rows, limits, stops, size)
-    if draft is not None:
+    if draft is not None and models.draft is not None:
         state = state.replace(draft=new_draft_cache(draft, len(rows), size))
     state = prefill(models, params, state, chunk=PREFILL_CHUNK)
     while True:

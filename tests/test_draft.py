@@ -31,14 +31,19 @@ class Case:
         np.testing.assert_allclose(actual, expected, **self.info["tolerances"][kind])
 
 
-@pytest.fixture(scope="module", params=CASES)
-def case(request, golden):
-    folder = golden / "drafts" / request.param
+@functools.cache
+def load_case(golden, name):
+    folder = golden / "drafts" / name
     info = json.loads((folder / "case.json").read_text())
     target = load_target(golden / info["target"], dtype=jnp.float32)
-    ids = "default" if request.param == "dflash_default_ids" else None
+    ids = "default" if name == "dflash_default_ids" else None
     draft = load_draft(folder, target, target_layer_ids=ids, dtype=jnp.float32)
     return Case(target, draft, load_file(folder / "expected.safetensors"), info)
+
+
+@pytest.fixture(params=CASES)
+def case(request, golden):
+    return load_case(golden, request.param)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -149,17 +154,27 @@ def test_short_and_stopped_generations_equal_the_references(case):
         check_run(case, name)
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 4])
-def test_smaller_blocks_generate_like_the_references(case, block_size):
-    if block_size == case.draft.config.block_size:
-        pytest.skip("is the trained block size")
+@pytest.mark.parametrize(
+    ("name", "block_size"),
+    [
+        ("dflash_full", 1),
+        ("dflash_full", 2),
+        ("dflash_full", 4),
+        ("dflash_headdim", 4),
+        ("dflash_old_layout", 2),
+        ("dflash_default_ids", 2),
+    ],
+)
+def test_smaller_blocks_generate_like_the_references(golden, name, block_size):
+    case = load_case(golden, name)
     names = names_of_runs(case, f"gen_bs{block_size}")
     assert len(names) == 2
-    for name in names:
-        check_run(case, name)
+    for run in names:
+        check_run(case, run)
 
 
-def test_blocks_of_one_are_plain_decoding(case):
+def test_blocks_of_one_are_plain_decoding(golden):
+    case = load_case(golden, "dflash_full")
     ids = case.expected["gen_bs1_p0_ids"].tolist()
     prompt = ids[:-48]
     out = generate(case.target, None, [prompt], max_new_tokens=48, stop_token_ids=())
@@ -270,9 +285,14 @@ def test_the_drafts_dtype_is_its_own_and_huge_features_stay_finite(small):
         "target": random_params(TARGET, 0),
         "draft": random_params(DRAFT, 1, jnp.bfloat16),
     }
-    cache = fns.extend(params, 1e4 * context.T[:, None], small_cache(jnp.bfloat16))
-    cache = cache.replace(length=cache.length + CONTEXT)
-    logits, cache = fns.block_logits(params, jnp.asarray([3], jnp.int32), cache, 5)
+
+    @jax.jit
+    def propose(params, context, cache):
+        cache = fns.extend(params, context.T[:, None], cache)
+        cache = cache.replace(length=cache.length + CONTEXT)
+        return fns.block_logits(params, jnp.asarray([3], jnp.int32), cache, 5)
+
+    logits, cache = propose(params, 1e4 * context, small_cache(jnp.bfloat16))
     assert logits.shape == (TARGET.vocab_size, 1, 4)
     assert logits.dtype == jnp.float32
     assert cache.k[0].dtype == jnp.bfloat16

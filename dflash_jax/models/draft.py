@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax import array_typing as at
-from dflash_jax.cache import KVCache, write_rows
+from dflash_jax.cache import KVCache, write_keys_values
 from dflash_jax.config import DraftConfig
 from dflash_jax.models.transformer import Attention, DecoderLayer, Linear, RMSNorm
 from dflash_jax.ops.attention import attention, block_attention
@@ -44,11 +44,9 @@ class DFlashDraftModel(nn.Module):
         """
         positions = cache.length[:, None] + jnp.arange(context.shape[2], dtype=jnp.int32)[None]
         rows = self.context_keys_values(context, positions)
-        keys = [
-            write_rows(buffer, k, cache.length, axis=2) for buffer, (k, _) in zip(cache.k, rows)
-        ]
+        keys = [write_keys_values(buffer, k, cache.length) for buffer, (k, _) in zip(cache.k, rows)]
         values = [
-            write_rows(buffer, v, cache.length, axis=2) for buffer, (_, v) in zip(cache.v, rows)
+            write_keys_values(buffer, v, cache.length) for buffer, (_, v) in zip(cache.v, rows)
         ]
         return cache.replace(k=tuple(keys), v=tuple(values))
 
@@ -74,8 +72,8 @@ class DFlashDraftModel(nn.Module):
         keys, values = [], []
         for i, layer in enumerate(self.layers):
             q, k, v = layer.project(x, table)
-            keys.append(write_rows(cache.k[i], k, cache.length, axis=2))
-            values.append(write_rows(cache.v[i], v, cache.length, axis=2))
+            keys.append(write_keys_values(cache.k[i], k, cache.length))
+            values.append(write_keys_values(cache.v[i], v, cache.length))
             x = layer.finish(x, attention(q, keys[i], values[i], mask))
         return self.norm(x), cache.replace(k=tuple(keys), v=tuple(values))
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dflash_jax import array_typing as at
-from dflash_jax.cache import KVCache, write_rows
+from dflash_jax.cache import KVCache, write_keys_values
 from dflash_jax.config import TargetConfig, TransformerConfig
 from dflash_jax.ops.attention import attention
 from dflash_jax.ops.mask import causal_mask
@@ -185,8 +185,8 @@ class Transformer(nn.Module):
         taps, keys, values = {}, [], []
         for i, layer in enumerate(self.layers):
             q, k, v = layer.project(x, table)
-            keys.append(write_rows(cache.k[i], k, cache.length, axis=2))
-            values.append(write_rows(cache.v[i], v, cache.length, axis=2))
+            keys.append(write_keys_values(cache.k[i], k, cache.length))
+            values.append(write_keys_values(cache.v[i], v, cache.length))
             x = layer.finish(x, attention(q, keys[i], values[i], masks[c.window(i)]))
             if i in self.target_layer_ids:
                 taps[i] = x

@@ -1,0 +1,134 @@
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+from fakes import DRAFT, TARGET, Decoder, own_script, prompts_of, random_draft, random_target
+
+from dflash_jax.decode import decode, prefill
+from dflash_jax.generation import generate, new_draft_cache, new_state
+
+SIZE = 256
+LENGTHS = (5, 17, 63, 64, 65, 99, 119, 120)
+
+
+@functools.cache
+def compiled(rows, block_size):
+    """`decode` for these shapes; blocks of one are plain decoding."""
+    draft = None if block_size == 1 else random_draft()
+    decoder = Decoder(random_target(), draft, block_size)
+    state = new_state(decoder.target, [[1]] * rows, [1] * rows, (), SIZE)
+    if draft is not None:
+        state = state.replace(draft=new_draft_cache(draft, rows, SIZE))
+    args = (decoder.params(own_script(state)), state, np.int32(1))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    return decode.lower(decoder.models, *shapes).compile(), state
+
+
+def instructions(text, opcode):
+    """(dimensions of the result, line) of every instruction of this kind, in every computation."""
+    pattern = re.compile(rf"^\s+(?:ROOT )?%?\S+ = \w+\[([\d,]*)\]\S* {opcode}\(", re.MULTILINE)
+    for match in pattern.finditer(text):
+        line = text[match.start() : text.find("\n", match.start())].strip()
+        yield tuple(int(n) for n in match[1].split(",") if n), line
+
+
+def squeezed(shape):
+    return tuple(n for n in shape if n > 1)
+
+
+SHAPES = [(1, 1), (8, 1), (1, 8), (8, 8)]
+
+
+@pytest.mark.parametrize(("rows", "block_size"), SHAPES)
+def test_a_round_copies_no_cache(rows, block_size):
+    program, state = compiled(rows, block_size)
+    caches = {squeezed(x.shape) for x in jax.tree.leaves((state.target, state.draft)) if x.ndim > 1}
+    assert len(caches) == (1 if block_size == 1 else 2)
+    copies = [(s, line) for s, line in instructions(program.as_text(), "copy")]
+    found = [line for shape, line in copies if squeezed(shape) in caches]
+    assert not found, f"{len(found)} copies, as {found[0]}"
+
+
+@pytest.mark.parametrize(("rows", "block_size"), SHAPES)
+def test_the_loop_needs_less_memory_than_one_cache(rows, block_size):
+    program, state = compiled(rows, block_size)
+    memory = program.memory_analysis()
+    size = sum(x.nbytes for x in jax.tree.leaves((state.target, state.draft)))
+    assert memory.temp_size_in_bytes < size
+    assert memory.alias_size_in_bytes >= size, "the state is not updated in place"
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_weights_are_the_left_operand_of_every_projection(rows):
+    program, _ = compiled(rows, 8)
+    text = program.as_text()
+    shapes = dict(re.findall(r"%?([\w.\-]+) = \w+\[([\d,]*)\]", text))
+    shapes |= dict(re.findall(r"%?([\w.\-]+): \w+\[([\d,]*)\]", text))
+    columns, seen = rows * 8, set()
+    for _, line in instructions(text, "dot"):
+        left, right = (
+            shapes[name] for name in re.search(r"dot\(%?(\S+), %?(\S+)\)", line).groups()
+        )
+        left, right = ([int(n) for n in s.split(",")] for s in (left, right))
+        if len(left) == 2 and left[1] == right[0] and right[1:] == [columns]:
+            assert "lhs_contracting_dims={1}, rhs_contracting_dims={0}" in line
+            seen.add(tuple(left))
+    for c in (TARGET, DRAFT):
+        D, F, H = c.hidden_size, c.intermediate_size, c.head_dim
+        for out_in in (
+            (F, D),
+            (D, F),
+            (c.num_attention_heads * H, D),
+            (c.num_key_value_heads * H, D),
+        ):
+            assert out_in in seen, f"no product with the weight {out_in} on the left"
+    assert (TARGET.vocab_size, TARGET.hidden_size) in seen
+
+
+@pytest.mark.parametrize("block_size", [1, 8])
+def test_a_run_never_talks_to_the_host(block_size):
+    text = compiled(1, block_size)[0].as_text()
+    assert " while(" in text
+    for word in ("callback", "infeed", "outfeed", " send(", " recv(", "host_compute"):
+        assert word not in text
+
+
+def test_the_donated_state_is_gone_after_the_call():
+    decoder = Decoder(random_target(), random_draft(), 4)
+    fresh = new_state(decoder.target, prompts_of(3, 4), [9, 9], (), 64)
+    fresh = fresh.replace(draft=new_draft_cache(decoder.draft, 2, 64))
+    state = decoder.prefill(fresh)
+    assert all(x.is_deleted() for x in jax.tree.leaves((fresh.target, fresh.draft)))
+    after = decoder.decode(state)
+    assert all(x.is_deleted() for x in jax.tree.leaves((state.target, state.draft)))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(after))
+
+
+def test_the_number_of_programs_follows_rows_block_size_and_capacity_only():
+    target, draft = random_target(seed=5), random_draft(seed=6)
+
+    def programs(prompts, block_size=4, **options):
+        before = prefill._cache_size(), decode._cache_size()
+        generate(target, draft, prompts, block_size=block_size, **options)
+        return prefill._cache_size() - before[0], decode._cache_size() - before[1]
+
+    jax.clear_caches()
+    assert programs(prompts_of(9), max_new_tokens=5) == (1, 1)
+    for n in LENGTHS:
+        stops = range(n % 7)
+        assert programs(prompts_of(n), max_new_tokens=n % 40, stop_token_ids=stops) == (0, 0), n
+    assert programs(prompts_of(9, 30), max_new_tokens=5) == (1, 1)
+    assert programs(prompts_of(80, 2), max_new_tokens=50) == (0, 0)
+    assert programs(prompts_of(9), max_new_tokens=5, block_size=2)[1] == 1
+    # 190 tokens and a prompt do not fit into 256 slots with room for a block: one growth.
+    assert programs(prompts_of(100), max_new_tokens=190) == (0, 1)
+    assert programs(prompts_of(120), max_new_tokens=170) == (0, 0)
+
+
+def test_growth_makes_one_program_for_each_doubling():
+    target = random_target(seed=5)
+    before = decode._cache_size()
+    generate(target, None, prompts_of(20, 40, 60), max_new_tokens=400, stop_token_ids=())
+    assert decode._cache_size() - before == 2  # 256 and 512 slots
