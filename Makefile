@@ -10,7 +10,7 @@ demo: $(VENV)/.demo
 	$(BIN)/dflash-jax generate "$(PROMPT)" --stats
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --dist loadfile
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

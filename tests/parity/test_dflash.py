@@ -11,6 +11,9 @@ from dflash_jax import generate, load_draft, load_target
 from dflash_jax.checkpoint.export import save_draft
 from dflash_jax.pair import EMBEDDED_DRAFT, embedded_target, load_tokenizer
 
+# dflash 0.1.0 calls transformers by names that it deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
 DRAFTS = ["dflash_full", "dflash_headdim", "dflash_old_layout"]
 
 
