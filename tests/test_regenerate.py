@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -8,8 +9,8 @@ from training import STOP, TAPS, taps_of, tiny_target
 
 import train.regenerate
 from dflash_jax.generation import PREFILL_CHUNK, generate
-from train.regenerate import answer_prompts, main, read_prompts, regenerate
-from train.store import read_shard, shard_paths
+from train.regenerate import answer_prompts, main, read_prompts, regenerate, replay
+from train.store import read_shard, shard_paths, write_shard
 
 NEW, SIZE = 12, 100
 TARGET = tiny_target()
@@ -106,6 +107,47 @@ class Tokenizer:
         (message,) = messages
         assert message["role"] == "user"
         return [1 + ord(c) % 40 for c in message["content"]]
+
+
+@pytest.fixture(scope="module")
+def responses(tmp_path_factory):
+    """Answers with their features, and the same read from a shard that holds responses only."""
+    whole = regenerated(numbered(*LENGTHS), 2, 1)
+    folder = tmp_path_factory.mktemp("responses")
+    write_shard(folder, 0, [dataclasses.replace(e, features=e.features[:, :0]) for e in whole], ())
+    return whole, list(read_shard(folder / "00000.safetensors", ()))
+
+
+def test_replayed_responses_have_the_features_they_were_made_with(responses):
+    whole, bare = responses
+    assert {e.features.shape[1] for e in bare} == {0}
+    replayed = {e.id: e for e in replay(TARGET, bare, TAPS, rows=2, size=SIZE)}
+    assert len(replayed) == len(whole)
+    for e in whole:
+        again = replayed[e.id]
+        assert (again.kind, again.prompt_length) == (e.kind, e.prompt_length)
+        np.testing.assert_array_equal(again.tokens, e.tokens)
+        # Chunks of prefill sum in another order than single steps, and both are rounded to bfloat16.
+        a, b = (x.features.astype(np.float32) for x in (again, e))
+        np.testing.assert_allclose(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_known_responses_are_not_answered_again(prompt_file, responses, tmp_path, monkeypatch):
+    asked = []
+    real = train.regenerate.regenerate
+
+    def spy(target, prompts, *args, max_new_tokens, **options):
+        asked.append((max_new_tokens, sorted(name for name, _, _ in prompts)))
+        return real(target, prompts, *args, max_new_tokens=max_new_tokens, **options)
+
+    monkeypatch.setattr(train.regenerate, "regenerate", spy)
+    known = [e for e in responses[1] if e.id in ("p1", "p4", "p6")]  # p6 is none of the file's
+    options = {"rows": 2, "refill": 1, "max_new_tokens": NEW, "size": SIZE}
+    answer_prompts(TARGET, prompt_file, tmp_path / "out", TAPS, responses=known, **options)
+    assert sorted(asked) == [(0, ["p1", "p4"]), (NEW, ["p0", "p3", "p5"])]
+    tokens = {e.id: e.tokens.tolist() for e in stored(tmp_path / "out")}
+    assert sorted(tokens) == ["p0", "p1", "p3", "p4", "p5"]
+    assert all(tokens[e.id] == e.tokens.tolist() for e in known[:2])
 
 
 @pytest.fixture

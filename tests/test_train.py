@@ -20,7 +20,15 @@ from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.pair import load_draft
 from train.config import TrainConfig, read_recipe
 from train.data import frequent_ids, load_examples
-from train.run import Setup, draft_config, export, first_state, make_optimizer, make_step_input
+from train.run import (
+    Setup,
+    draft_config,
+    export,
+    first_state,
+    keep_recipe,
+    make_optimizer,
+    make_step_input,
+)
 from train.step import block_hidden, train_step
 from train.store import write_shard
 from train.warm_start import feature_scale, fold_scale, random_params, warm_start
@@ -247,6 +255,19 @@ def test_the_folded_draft_on_raw_features_is_the_trained_one_on_scaled_features(
     np.testing.assert_allclose(raw, trained, atol=1e-5)
 
 
+def test_a_run_can_start_from_a_draft(straight, store, tmp_path):
+    folder = tmp_path / "draft"
+    export(straight, checkpoint(straight, 6), folder)
+    setup = set_up(store, tmp_path / "run", init=str(folder))
+    state = first_state(setup)
+    folded = fold_scale(state.params, state.feature_scale)
+    given = load_draft(folder, TARGET, dtype=jnp.float32).params
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8), folded, given)
+    wrong = set_up(store, tmp_path / "run", init=str(folder), block_size=3)
+    with pytest.raises(ValueError, match="init="):
+        first_state(wrong)
+
+
 def test_the_feature_scale_is_one_over_the_rms_without_first_and_last_position(store):
     examples = load_examples(store, TAPS)
     rows = np.concatenate([e.features[1:-1] for e in examples])
@@ -302,7 +323,7 @@ def test_a_steps_input_depends_on_the_step_alone(store, straight):
 
 
 def test_a_steps_labels_index_the_head_rows_of_their_tokens(store, tmp_path):
-    setup = set_up(store, tmp_path, candidates=48)
+    setup = set_up(store, tmp_path, candidates=60)
     blocks, ids = make_step_input(setup, 0)
     assert len(ids) == 48
     tokens = np.asarray(jnp.asarray(ids)[blocks.labels])
@@ -373,7 +394,7 @@ def test_overrides_stand_above_the_file_and_are_toml(tmp_path):
         ("prompts = {poems = 3}", "prompts"),
         (
             "frequent = 100\ncandidates = 50",
-            r"self.candidates=50 must be at least self.frequent=100",
+            r"self.candidates=50 must be at least self.frequent=100 and",
         ),
         ("steps = 20\nwarmup = 20", "warmup=20 must be less than self.steps=20"),
         ("rows = 20", "rows=20 must be a multiple of self.refill=16"),
@@ -396,6 +417,13 @@ def test_a_recipe_without_a_run_or_a_readable_file_is_an_error(tmp_path):
         read_recipe(tmp_path / "binary.toml")
     with pytest.raises(ValueError, match="recipe"):
         read_recipe(write(tmp_path, 'run = "r"\n'), ["steps"])
+
+
+def test_a_run_is_not_gone_on_with_under_another_recipe(tmp_path):
+    keep_recipe(recipe(tmp_path / "run"))
+    keep_recipe(recipe(tmp_path / "run", save_every=5))
+    with pytest.raises(ValueError, match="another steps, warmup"):
+        keep_recipe(recipe(tmp_path / "run", steps=7, warmup=1))
 
 
 def test_the_command_ends_with_1_and_one_line_for_a_missing_recipe(tmp_path):

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 from dflash_jax import generate, load_target
 from dflash_jax.cache import KVCache
 from dflash_jax.config import check_target_layer_ids
+from dflash_jax.models import apply
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.pair import Target
 
@@ -205,3 +206,22 @@ def test_a_bfloat16_target_computes_in_bfloat16_and_gives_float32_logits():
     assert logits.dtype == jnp.float32
     exact = forward(module, random_target().params, tokens, empty_cache(TARGET, rows=2))[3]
     assert np.corrcoef(np.ravel(logits), np.ravel(exact))[0, 1] > 0.99
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("width", [4, 8])
+def test_a_block_has_the_same_bits_over_a_larger_cache(dtype, width):
+    """When the cache grows depends on the draft; what the target says must not."""
+    module = Transformer(TARGET)
+    params = random_params(TARGET, 0, dtype)
+    tokens = jnp.asarray(prompts_of(200 + width)[0], jnp.int32)[None]
+    cache = KVCache.zeros(
+        TARGET.num_hidden_layers, 1, TARGET.num_key_value_heads, 256, TARGET.head_dim, dtype
+    )
+    run = jax.jit(lambda tokens, cache: apply(module, params, tokens, cache))
+    _, _, cache = run(tokens[:, :200], cache)
+    cache = cache.replace(length=jnp.asarray([200], jnp.int32))
+    block = tokens[:, 200:]
+    hidden = run(block, cache)[0]
+    for size in (512, 1024):
+        np.testing.assert_array_equal(run(block, cache.grow(size))[0], hidden)

@@ -17,6 +17,8 @@ class TrainConfig:
     Attributes:
         run: Folder of the run: responses, checkpoints, metrics and the draft.
         target: Checkpoint of the target; empty for the embedded one.
+        responses: Shard of earlier responses of the target, whose prompts are not answered again.
+        init: Draft to start from, in any readable dialect; empty for the target's last layers.
         target_layer_ids: Taps.
         prompts: Prompts to build a kind.
         rows, refill, response_size, max_new_tokens: See `regenerate.regenerate`.
@@ -34,6 +36,8 @@ class TrainConfig:
 
     run: str
     target: str = ""
+    responses: str = ""
+    init: str = ""
     seed: int = 0
     target_layer_ids: tuple[int, ...] = (1, 8, 14, 20, 27)
     prompts: Mapping[str, int] = dataclasses.field(
@@ -71,8 +75,11 @@ class TrainConfig:
         ]
         if problems:
             raise ValueError("; ".join(problems))
-        if self.candidates < self.frequent:
-            raise ValueError(f"{self.candidates=} must be at least {self.frequent=}")
+        labels = self.batch_size * self.anchors * self.block_size
+        if self.candidates < self.frequent + labels:
+            raise ValueError(
+                f"{self.candidates=} must be at least {self.frequent=} and a step's {labels} labels"
+            )
         if self.warmup >= self.steps:
             raise ValueError(f"{self.warmup=} must be less than {self.steps=}")
         if self.rows % self.refill:

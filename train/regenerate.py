@@ -34,7 +34,7 @@ from dflash_jax.pair import Target, load_target, load_tokenizer
 from train.store import Example, read_ids, shard_paths, write_shard
 
 # Id, kind and token ids.
-Prompt = tuple[str, str, list[int]]
+TokenizedPrompt = tuple[str, str, list[int]]
 
 ROUNDS_A_CALL = 16
 EXAMPLES_A_SHARD = 128
@@ -64,7 +64,7 @@ class Recorder:
 
 def regenerate(
     target: Target,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[TokenizedPrompt],
     target_layer_ids: tuple[int, ...],
     *,
     rows: int,
@@ -82,6 +82,9 @@ def regenerate(
     Raises:
         ValueError: If a prompt is empty or does not fit.
     """
+    outside = [i for i in target_layer_ids if not 0 <= i < target.config.num_hidden_layers]
+    if outside:
+        raise ValueError(f"taps {outside} are not in [0, {target.config.num_hidden_layers})")
     if rows % refill:
         raise ValueError(f"{rows=} is not a multiple of {refill=}")
     for name, _, ids in prompts:
@@ -94,7 +97,7 @@ def regenerate(
     params = {"target": target.params}
     queue = iter(prompts)
 
-    def next_rows() -> tuple[State, list[Prompt | None]]:
+    def next_rows() -> tuple[State, list[TokenizedPrompt | None]]:
         """A prefilled state of the next `refill` prompts, and the owners of its rows."""
         batch = list(itertools.islice(queue, refill))
         owners = [*batch, *[None] * (refill - len(batch))]
@@ -123,11 +126,34 @@ def regenerate(
             owners[i] = owner
 
 
+def replay(
+    target: Target,
+    responses: Sequence[Example],
+    target_layer_ids: tuple[int, ...],
+    *,
+    rows: int,
+    size: int,
+) -> Iterator[Example]:
+    """Yields stored responses with their features, computed again: prefill alone, nothing is decoded.
+
+    Raises:
+        ValueError: If a response does not fit.
+    """
+    stored = {e.id: e for e in responses}
+    whole = [(e.id, e.kind, e.tokens.tolist()) for e in responses]
+    # Room for a chunk behind every row, as `regenerate` asks of prompts.
+    size += PREFILL_CHUNK
+    for example in regenerate(
+        target, whole, target_layer_ids, rows=rows, refill=rows, max_new_tokens=0, size=size
+    ):
+        yield dataclasses.replace(example, prompt_length=stored[example.id].prompt_length)
+
+
 def _prefilled(
     target: Target,
     models: Models,
     params: Any,
-    owners: Sequence[Prompt | None],
+    owners: Sequence[TokenizedPrompt | None],
     taps: int,
     max_new_tokens: int,
     size: int,
@@ -148,7 +174,7 @@ def _rows(state: State, rows: Array):
 
 
 def _harvest(
-    state: State, rows: Sequence[int], owners: Sequence[Prompt | None]
+    state: State, rows: Sequence[int], owners: Sequence[TokenizedPrompt | None]
 ) -> Iterator[Example]:
     """The examples of ended rows."""
     tokens, length, features = jax.device_get(_rows(state, jnp.asarray(rows)))
@@ -161,7 +187,7 @@ def _harvest(
         yield Example(name, kind, t[:n], len(ids), values)
 
 
-def read_prompts(path: Path, tokenizer, max_prompt_tokens: int) -> list[Prompt]:
+def read_prompts(path: Path, tokenizer, max_prompt_tokens: int) -> list[TokenizedPrompt]:
     """(id, kind, chat-template token ids) of each line that is short enough; says how many are not.
 
     Raises:
@@ -199,11 +225,20 @@ def answer_prompts(
     refill: int,
     max_new_tokens: int,
     size: int,
+    responses: Sequence[Example] = (),
 ) -> None:
-    """Answers every prompt of a file that has no answer in `out` yet; prompts too long for `size` are left out."""
+    """Answers every prompt of a file that has no answer in `out` yet.
+
+    Prompts too long for `size` are left out. Prompts of `responses` are not answered again: only
+    their features are computed.
+    """
     longest = size - max(max_new_tokens + 1, PREFILL_CHUNK)
     done = read_ids(out)
     todo = [p for p in read_prompts(prompts, load_tokenizer(target), longest) if p[0] not in done]
+    wanted = {name for name, _, _ in todo}
+    responses = [e for e in responses if e.id in wanted]
+    known = {e.id for e in responses}
+    unanswered = [p for p in todo if p[0] not in known]
     if not todo:
         return
     index = 1 + max((int(p.stem) for p in shard_paths(out)), default=-1)
@@ -216,15 +251,12 @@ def answer_prompts(
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task, tokens = progress.add_task("", total=len(todo), tokens=0), 0
-        answers = regenerate(
-            target,
-            todo,
-            target_layer_ids,
-            rows=rows,
-            refill=refill,
-            max_new_tokens=max_new_tokens,
-            size=size,
-        )
+        replayed = replay(target, responses, target_layer_ids, rows=refill, size=size)
+        answered = regenerate(
+            target, unanswered, target_layer_ids,
+            rows=rows, refill=refill, max_new_tokens=max_new_tokens, size=size,
+        )  # fmt: skip
+        answers = itertools.chain(replayed if responses else (), answered if unanswered else ())
         while shard := list(itertools.islice(answers, EXAMPLES_A_SHARD)):
             write_shard(out, index, shard, target_layer_ids)
             index += 1

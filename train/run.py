@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dflash_jax.checkpoint.export import save_draft
 from dflash_jax.config import DraftConfig, RopeConfig
 from dflash_jax.models.draft import DFlashDraftModel
-from dflash_jax.pair import Target, load_target
+from dflash_jax.pair import Target, load_draft, load_target
 from train import prompts as prompt_set
 from train.anchors import sample_anchors
 from train.config import TrainConfig, read_recipe
@@ -37,7 +37,7 @@ from train.data import batch_indices, candidate_ids, frequent_ids, load_examples
 from train.evaluate import evaluate, supervised_tokens
 from train.regenerate import answer_prompts
 from train.step import Blocks, TrainState, make_blocks, train_step
-from train.store import Example
+from train.store import Example, read_shard
 from train.warm_start import feature_scale, fold_scale, random_params, warm_start
 
 _console = Console(stderr=True)
@@ -120,6 +120,7 @@ def prepare(config: TrainConfig) -> Setup:
     taps = config.target_layer_ids
     if config.needs_teacher:
         taps = (*taps, target.config.num_hidden_layers - 1)
+    responses = list(read_shard(Path(config.responses), ())) if config.responses else []
     sets = {"responses": prompts} | {path.stem: path for path in prompt_set.EVALUATION_FILES}
     for name, path in sets.items():
         rows, refill = (
@@ -128,6 +129,7 @@ def prepare(config: TrainConfig) -> Setup:
         answer_prompts(
             target, path, run / name, taps, rows=rows, refill=refill, max_new_tokens=config.max_new_tokens,
             size=config.response_size if name == "responses" else 2 * config.response_size,
+            responses=responses if name == "responses" else (),
         )  # fmt: skip
     examples = load_examples(run / "responses", taps)
     held_out = {
@@ -147,17 +149,27 @@ def prepare(config: TrainConfig) -> Setup:
 
 
 def first_state(setup: Setup) -> TrainState:
-    """Step 0: the target's last layers as the draft's, AdamW's moments at zero."""
+    """Step 0: the recipe's draft, or the target's last layers as one; AdamW's moments at zero.
+
+    Raises:
+        ValueError: If the recipe's draft has another shape than the recipe says.
+    """
     config, draft = setup.config, setup.module.config
     width = len(draft.target_layer_ids) * draft.hidden_size
     taps = [dataclasses.replace(e, features=e.features[:, :width]) for e in setup.examples[:64]]
     scale = feature_scale(taps)
-    params = warm_start(
-        random_params(draft, jax.random.key(config.seed)), setup.target.params, draft, scale, taps
-    )
-    return TrainState(
-        jnp.zeros((), jnp.int32), params, setup.optimizer.init(params), jnp.asarray(scale)
-    )
+    if config.init:
+        start = load_draft(config.init, setup.target, dtype="float32")
+        if start.config != draft:
+            raise ValueError(
+                f"init={config.init!r} is {start.config}, but the recipe describes {draft}"
+            )
+        params = fold_scale(start.params, 1 / scale)
+    else:
+        random = random_params(draft, jax.random.key(config.seed))
+        params = warm_start(random, setup.target.params, draft, scale, taps)
+    moments = setup.optimizer.init(params)
+    return TrainState(jnp.zeros((), jnp.int32), params, moments, jnp.asarray(scale))
 
 
 def make_step_input(setup: Setup, step: int) -> tuple[Blocks, np.ndarray]:
@@ -292,6 +304,26 @@ def export(setup: Setup, state: TrainState, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def keep_recipe(config: TrainConfig) -> None:
+    """Writes the recipe into the run's folder, where a later call must bring the same one.
+
+    Raises:
+        ValueError: If the folder holds a run of another recipe, naming the keys that differ.
+    """
+    path = Path(config.run) / "recipe.json"
+    recipe = json.loads(json.dumps(dataclasses.asdict(config)))
+    if path.exists():
+        kept = json.loads(path.read_text())
+        free = {"run", "save_every", "evaluate_every"}
+        other = sorted(k for k in kept.keys() | recipe.keys() if kept.get(k) != recipe.get(k))
+        if other := [k for k in other if k not in free]:
+            raise ValueError(
+                f"{path.parent} holds a run with another {', '.join(other)}; name another run"
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(recipe, indent=1))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m train.run", description=__doc__.split("\n")[0])
     parser.add_argument("recipe", type=Path, help="TOML file, see train/config.py for the keys")
@@ -299,11 +331,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         config = read_recipe(args.recipe, args.overrides)
-        setup = prepare(config)
-        (Path(config.run) / "recipe.json").write_text(
-            json.dumps(dataclasses.asdict(config), indent=1)
-        )
-        train(setup)
+        keep_recipe(config)
+        train(prepare(config))
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

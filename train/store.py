@@ -4,6 +4,8 @@ A shard is one safetensors file. Sequences lie end to end: `tokens` int32 `[tota
 response), `features` `[total, C * D]` (the taps of each position, in the order of the metadata's
 `target_layer_ids`), and for each sequence its `length` and `prompt_length`. The metadata holds the
 prompts' ids and kinds as JSON lists. Shards appear by rename, so a shard that is there is whole.
+A shard without taps (features of width 0) holds responses only; `regenerate.replay` computes their
+features again.
 """
 
 import dataclasses
@@ -84,18 +86,14 @@ def read_shard(path: Path, target_layer_ids: Sequence[int]) -> Iterator[Example]
     missing = sorted(set(target_layer_ids) - set(stored))
     if missing:
         raise ValueError(f"{path} holds taps {stored}, not {missing}")
-    width = tensors["features"].shape[1] // len(stored)
-    columns = np.concatenate([np.arange(width) + stored.index(i) * width for i in target_layer_ids])
-    features = (
-        tensors["features"] if list(target_layer_ids) == stored else tensors["features"][:, columns]
-    )
+    features = tensors["features"]
+    if list(target_layer_ids) != stored:
+        width = features.shape[1] // len(stored)
+        columns = [np.arange(width) + stored.index(i) * width for i in target_layer_ids]
+        features = features[:, np.concatenate(columns)] if columns else features[:, :0]
+    ids, kinds = json.loads(metadata["ids"]), json.loads(metadata["kinds"])
     ends = np.cumsum(tensors["length"])
     for i, (end, length) in enumerate(zip(ends, tensors["length"])):
         rows = slice(end - length, end)
-        yield Example(
-            id=json.loads(metadata["ids"])[i],
-            kind=json.loads(metadata["kinds"])[i],
-            tokens=tensors["tokens"][rows],
-            prompt_length=int(tensors["prompt_length"][i]),
-            features=features[rows],
-        )
+        prompt_length = int(tensors["prompt_length"][i])
+        yield Example(ids[i], kinds[i], tensors["tokens"][rows], prompt_length, features[rows])

@@ -87,6 +87,8 @@ def warm_start(
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32), started)
 
 
-def fold_scale(params: Mapping[str, Any], scale: Float[Array, " CD"]) -> dict[str, Any]:
+def fold_scale(
+    params: Mapping[str, Any], scale: Float[Array | np.ndarray, " CD"]
+) -> dict[str, Any]:
     """The parameters as a draft that reads raw features: the scale goes into `fc`."""
     return {**params, "fc": {"weight": params["fc"]["weight"] * jnp.asarray(scale)[None]}}

@@ -152,9 +152,7 @@ def _load(file: _File, tensor: _Tensor) -> np.ndarray:
     try:
         import gguf
     except ImportError as e:
-        raise ValueError(
-            "reading GGUF needs the gguf package: pip install 'dflash-jax[demo]'"
-        ) from e
+        raise ValueError("reading GGUF needs the gguf package: pip install gguf") from e
     kind = gguf.GGMLQuantizationType(tensor.kind)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     count = math.prod(tensor.shape)

@@ -18,7 +18,7 @@ from dflash_jax.ops.rope import rope_table
 
 
 class DFlashAttention(Attention):
-    """Keys and values of the context come from the same projections as the block's, without the input norm."""
+    """The references' name; keys and values of the context skip the input norm, all else is `Attention`."""
 
 
 class DFlashDecoderLayer(DecoderLayer):

@@ -6,7 +6,6 @@ Activations are feature-major, `[D, B, T]`; modules compute in the dtype of the 
 """
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -168,7 +167,7 @@ class Transformer(nn.Module):
 
         Args:
             tokens: Ids `[B, T]`.
-            cache: Must have T free slots behind every row; the caller checks.
+            cache: Must have T free slots behind every row, and two for one token; the caller checks.
 
         Returns:
             Normed hidden states `[D, B, T]`; the taps `[C * D, B, T]`, concatenated in the order of
@@ -205,8 +204,3 @@ def extract_context_feature(
     Source: dflash 0.1.0 `extract_context_feature`.
     """
     return jnp.concatenate([taps[i] for i in ids], axis=0) if ids else like[:0]
-
-
-def init_params(module: nn.Module, method: str, key: jax.Array, *args):
-    """Random float32 parameters as a plain nested dict; only shapes of `args` matter."""
-    return jax.jit(lambda k: module.init(k, *args, method=method)["params"])(key)

@@ -39,14 +39,13 @@ def _feature_major(
     N, H, B, T = q.shape
     K = k.shape[1]
     G = N // K
-    q = (q.astype(jnp.float32) * H**-0.5).astype(q.dtype)
     q = q.reshape(K, G, H, B, T).transpose(3, 0, 2, 1, 4).reshape(B, K, H, G * T)
     scores = jnp.einsum("BKSH,BKHX->BKSX", k, q, preferred_element_type=jnp.float32)
     # XLA would fold the turn into the product: the other operand order, which is slower, and which
     # its CPU backend cannot run on bfloat16 for more than one row.
     scores = jax.lax.optimization_barrier(scores)
     scores = scores.swapaxes(2, 3).reshape(B, K, G, T, -1)
-    scores = jnp.where(mask.swapaxes(1, 2)[:, None, None], scores, _MASKED)
+    scores = jnp.where(mask.swapaxes(1, 2)[:, None, None], scores * H**-0.5, _MASKED)
     weights = jax.nn.softmax(scores, axis=-1).reshape(B, K, G * T, -1).astype(v.dtype)
     out = jnp.einsum("BKXS,BKSH->BKXH", weights, v)
     return out.reshape(B, K, G, T, H).transpose(1, 2, 4, 0, 3).reshape(N * H, B, T)
@@ -91,13 +90,13 @@ def block_attention(
     N, H, B, _ = q.shape
     K, A = k.shape[1], anchors.shape[1]
     G = N // K
-    q = (q.astype(jnp.float32) * H**-0.5).astype(q.dtype)
     q = q.reshape(K, G, H, B, A, -1)
     k, v = (x.reshape(B, K, A, -1, H) for x in (k, v))
     far = jnp.einsum("BKSH,KGHBAQ->BKSGAQ", context_k, q, preferred_element_type=jnp.float32)
     near = jnp.einsum("BKARH,KGHBAQ->BKRGAQ", k, q, preferred_element_type=jnp.float32)
     before = jnp.arange(far.shape[2])[None, :, None] < anchors[:, None, :]  # [B, S, A]
-    far = jnp.where(before[:, None, :, None, :, None], far, _MASKED)
+    far = jnp.where(before[:, None, :, None, :, None], far * H**-0.5, _MASKED)
+    near = near * H**-0.5
     top = jnp.maximum(far.max(axis=2), near.max(axis=2))[:, :, None]
     far, near = jnp.exp(far - top), jnp.exp(near - top)
     total = far.sum(axis=2) + near.sum(axis=2)
