@@ -147,7 +147,7 @@ def test_known_responses_are_not_answered_again(prompt_file, responses, tmp_path
     assert sorted(asked) == [(0, ["p1", "p4"]), (NEW, ["p0", "p3", "p5"])]
     tokens = {e.id: e.tokens.tolist() for e in stored(tmp_path / "out")}
     assert sorted(tokens) == ["p0", "p1", "p3", "p4", "p5"]
-    assert all(tokens[e.id] == e.tokens.tolist() for e in known[:2])
+    assert all(tokens[e.id] == e.tokens.tolist() for e in known if e.id != "p6")
 
 
 @pytest.fixture

@@ -325,7 +325,7 @@ def test_a_steps_input_depends_on_the_step_alone(store, straight):
 def test_a_steps_labels_index_the_head_rows_of_their_tokens(store, tmp_path):
     setup = set_up(store, tmp_path, candidates=60)
     blocks, ids = make_step_input(setup, 0)
-    assert len(ids) == 48
+    assert len(ids) == 60
     tokens = np.asarray(jnp.asarray(ids)[blocks.labels])
     real = np.asarray(blocks.counts)
     assert real.any()

@@ -80,19 +80,9 @@ def regenerate(
         size: Cache slots a row.
 
     Raises:
-        ValueError: If a prompt is empty or does not fit.
+        ValueError: If a prompt is empty or does not fit, a tap is no layer, or `rows` no multiple.
     """
-    outside = [i for i in target_layer_ids if not 0 <= i < target.config.num_hidden_layers]
-    if outside:
-        raise ValueError(f"taps {outside} are not in [0, {target.config.num_hidden_layers})")
-    if rows % refill:
-        raise ValueError(f"{rows=} is not a multiple of {refill=}")
-    for name, _, ids in prompts:
-        need = len(ids) + max(max_new_tokens + 1, PREFILL_CHUNK)
-        if not ids or need > size:
-            raise ValueError(
-                f"prompt {name!r} has {len(ids)} tokens and needs {need} of {size=} slots"
-            )
+    _check(target, prompts, target_layer_ids, rows, refill, max_new_tokens, size)
     models = Models(TargetModel(Transformer(target.config, target_layer_ids)), Recorder(), 1)
     params = {"target": target.params}
     queue = iter(prompts)
@@ -124,6 +114,28 @@ def regenerate(
             state = insert_rows(state, fresh, jnp.asarray(ended))
         for i, owner in zip(ended, new_owners):
             owners[i] = owner
+
+
+def _check(
+    target: Target,
+    prompts: Sequence[TokenizedPrompt],
+    target_layer_ids: tuple[int, ...],
+    rows: int,
+    refill: int,
+    max_new_tokens: int,
+    size: int,
+) -> None:
+    outside = [i for i in target_layer_ids if not 0 <= i < target.config.num_hidden_layers]
+    if outside:
+        raise ValueError(f"taps {outside} are not in [0, {target.config.num_hidden_layers})")
+    if rows % refill:
+        raise ValueError(f"{rows=} is not a multiple of {refill=}")
+    for name, _, ids in prompts:
+        need = len(ids) + max(max_new_tokens + 1, PREFILL_CHUNK)
+        if not ids or need > size:
+            raise ValueError(
+                f"prompt {name!r} has {len(ids)} tokens and needs {need} of {size=} slots"
+            )
 
 
 def replay(
