@@ -7,7 +7,7 @@ PROMPT ?= Write a Python function that checks whether a word is a palindrome.
 .PHONY: demo test lint clean
 
 demo: $(VENV)/.demo
-	@$(BIN)/dflash-jax generate "$(PROMPT)" --stats
+	@$(BIN)/dflash-jax generate "$(PROMPT)" --block-size 4 --stats
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -q -n auto --dist loadfile
