@@ -17,6 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; 0 on success, 1 with one line on stderr for a user's mistake."""
     args = _parser().parse_args(argv)
     _use_compilation_cache()
+    # transformers would say on every start that torch is missing; here it only reads tokenizers.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         return args.command(args)
     except (ValueError, FloatingPointError) as e:
