@@ -250,7 +250,7 @@ def choose(logits: at.Logits) -> Int[Array, "B T"]:
     """The target's token at each slot: its argmax, the first one among equals.
 
     As a maximum and a search for it, since XLA's CPU backend runs an argmax along the leading axis
-    as a scalar loop (twice the time for 8 columns, forty times for 128).
+    as a scalar loop (measured: 2.5 times the time for 8 columns).
 
     NaN logits give V, an id that no vocabulary has, instead of passing for a token.
     """

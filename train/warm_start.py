@@ -1,7 +1,7 @@
 """A draft's first parameters, copied from the target's last layers.
 
 A draft layer does nearly the work of a late target layer, on the same residual stream, so it starts
-as a copy of one: about a tenth less loss than random weights from the first steps on.
+as a copy of one instead of random weights.
 """
 
 from collections.abc import Mapping, Sequence

@@ -255,6 +255,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
             value = _load(file, tensor)
             if config["model_type"] == "llama" and part in heads:
                 value = _half_split(value, heads[part])
+        # gguf's own answer to a format that it cannot dequantise is NotImplementedError.
         except (ValueError, KeyError, NotImplementedError) as e:
             raise ValueError(f"{path}: tensor {tensor.name!r} cannot be read: {one_line(e)}") from e
         yield f"{name or stem}.{suffix}", value  # `assemble` reports names that it does not know

@@ -34,7 +34,7 @@ def _feature_major(
 
     Keys are the left operand of the first, as weights are elsewhere; its result is turned so that
     the softmax runs along contiguous slots and the weights are the left operand of the second.
-    Measured against `v` on the left: the same at 256 slots, 4 to 7 times faster at 1024.
+    Measured against `v` on the left, at 1024 slots: 2 to 7 times faster, most for few queries.
     """
     N, H, B, T = q.shape
     K = k.shape[1]
