@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax.decode import choose, decode_round
+from dflash_jax.adapters import bind
+from dflash_jax.decode import decode_round
 from dflash_jax.generation import (
     Generation,
-    bind,
     capacity,
     first_capacity,
     generate,
@@ -24,6 +24,7 @@ from dflash_jax.generation import (
     new_state,
 )
 from dflash_jax.pair import Draft, Target
+from dflash_jax.sampling import Picker, argmax
 
 DATA = Path(__file__).parent / "data"
 SETS = ("held_out", "humaneval", "gsm8k", "mtbench")
@@ -172,16 +173,17 @@ def round_seconds(
 
     def verify(params: Any, tokens, cache):
         hidden, context, cache = models.target.forward(params, tokens, cache)
-        return choose(models.target.logits(params, hidden)), context, cache
+        return argmax(models.target.logits(params, hidden)), context, cache
 
-    def drafting(params: Any, anchor, context, cache):
-        drafted, cache = fns.propose(params, anchor, cache, block_size)
+    def drafting(params: Any, text, context, cache):
+        pick = Picker(state.sampling, at_length, "coupled")
+        drafted, cache = fns.propose(params, text, cache, block_size, pick)
         return drafted, fns.extend(params, context, cache)
 
     verify = jax.jit(verify, donate_argnums=2)
     drafting = jax.jit(drafting, donate_argnums=3)
     one_round = jax.jit(lambda params, state: decode_round(models, params, state), donate_argnums=1)
-    tokens, anchor = jnp.zeros((1, block_size), jnp.int32), jnp.zeros((1,), jnp.int32)
+    tokens, text = jnp.zeros((1, block_size), jnp.int32), jnp.zeros((1, size), jnp.int32)
     target_cache, draft_cache = (jax.tree.map(jnp.copy, c) for c in (state.target, state.draft))
     times: dict[str, list[float]] = {"verify": [], "draft": [], "round": []}
     for _ in range(_TIMED):
@@ -190,7 +192,7 @@ def round_seconds(
         out.block_until_ready()
         times["verify"].append(time.perf_counter() - start)
         start = time.perf_counter()
-        out, draft_cache = jax.block_until_ready(drafting(params, anchor, context, draft_cache))
+        out, draft_cache = jax.block_until_ready(drafting(params, text, context, draft_cache))
         times["draft"].append(time.perf_counter() - start)
         start = time.perf_counter()
         state = one_round(params, state)

@@ -21,8 +21,9 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax import array_typing as at
-from dflash_jax.acceptance import num_accepted
+from dflash_jax.acceptance import verify
 from dflash_jax.cache import KVCache, grow, read_rows, write_rows
+from dflash_jax.sampling import Picker, Proposals, RowSampling, Verify, sample
 
 RUNNING, STOP, LENGTH = 0, 1, 2
 NO_TOKEN = -1
@@ -48,9 +49,15 @@ class DraftFns(Protocol):
         ...
 
     def propose(
-        self, params: Any, anchor: at.Rows, cache: Any, block_size: int
-    ) -> tuple[Int[Array, "B P"], Any]:
-        """Proposes the `block_size - 1` tokens after the anchor, which stands at position `cache.length`."""
+        self, params: Any, text: at.Tokens, cache: Any, block_size: int, pick: Picker
+    ) -> tuple[Proposals, Any]:
+        """Proposes the `block_size - 1` tokens after the anchor.
+
+        Args:
+            text: Each row's tokens `[B, S]`; the anchor, its newest one, stands at `pick.anchor`,
+                which is `cache.length`.
+            pick: Picks tokens from logits as the round's verification wants it.
+        """
         ...
 
 
@@ -62,11 +69,13 @@ class Models:
         target: The target's functions.
         draft: The draft's functions, or None for plain decoding.
         block_size: Q: tokens the target reads a round.
+        verify: How proposals are judged.
     """
 
     target: TargetFns
     draft: DraftFns | None
     block_size: int
+    verify: Verify = "coupled"
 
     def __post_init__(self):
         if self.block_size < 1:
@@ -85,6 +94,7 @@ class State(struct.PyTreeNode):
         finish: `RUNNING`, `STOP` or `LENGTH`.
         rounds: Rounds that each row has run.
         committed: Tokens committed in each of them.
+        sampling: How each row picks its tokens.
         target: The target's cache.
         draft: The draft's cache, or None.
     """
@@ -96,6 +106,7 @@ class State(struct.PyTreeNode):
     finish: at.Rows
     rounds: at.Rows
     committed: Int[Array, "B S"]
+    sampling: RowSampling
     target: KVCache
     draft: Any
 
@@ -153,7 +164,7 @@ def prefill(models: Models, params: Any, state: State, *, chunk: int) -> State:
     last = jnp.zeros(hidden.shape, hidden.dtype)
     pending = (state.target.length < length) & (state.finish == RUNNING)
     target, draft, last = jax.lax.while_loop(cond, step, (state.target, state.draft, last))
-    predicted = choose(models.target.logits(params, last))
+    predicted = sample(models.target.logits(params, last), state.sampling, length[:, None])
     state = commit(
         state.replace(target=target, draft=draft), predicted, jnp.zeros_like(length), pending
     )
@@ -192,13 +203,16 @@ def decode_round(models: Models, params: Any, state: State) -> State:
     Source: arXiv 2602.06036, section 3; dflash 0.1.0 `dflash_generate`.
     """
     B, Q = len(state.length), models.block_size
-    block, draft = read_rows(state.tokens, state.length - 1, 1), state.draft
+    anchor, draft = state.length - 1, state.draft
+    proposals = Proposals(jnp.zeros((B, 0), jnp.int32))
     if models.draft is not None:
-        drafted, draft = models.draft.propose(params, block[:, 0], draft, Q)
-        chex.assert_shape(drafted, (B, Q - 1))
-        block = jnp.concatenate([block, drafted], axis=1)
+        pick = Picker(state.sampling, anchor, models.verify)
+        proposals, draft = models.draft.propose(params, state.tokens, draft, Q, pick)
+        chex.assert_shape(proposals.tokens, (B, Q - 1))
+    block = jnp.concatenate([read_rows(state.tokens, anchor, 1), proposals.tokens], axis=1)
     hidden, context, target = models.target.forward(params, block, state.target)
-    predicted = choose(models.target.logits(params, hidden))
+    logits = models.target.logits(params, hidden)
+    predicted, accepted = verify(models.verify, logits, proposals, state.sampling, anchor)
     if models.draft is not None:
         draft = models.draft.extend(params, context, draft)
     running = state.finish == RUNNING
@@ -207,7 +221,7 @@ def decode_round(models: Models, params: Any, state: State) -> State:
         rounds=state.rounds + running,
     )  # fmt: skip
     before = state.length
-    state = commit(state, predicted, num_accepted(block[:, 1:], predicted), running)
+    state = commit(state, predicted, accepted, running)
     count = (state.length - before)[:, None]
     # Round r's count stands in slot r - 1; rows that have ended write zeros behind theirs.
     committed = write_rows(state.committed, count, state.rounds - running, axis=1)
@@ -244,19 +258,6 @@ def rewind(state: State) -> State:
     length = state.length - 1
     draft = None if state.draft is None else state.draft.replace(length=length)
     return state.replace(target=state.target.replace(length=length), draft=draft)
-
-
-def choose(logits: at.Logits) -> Int[Array, "B T"]:
-    """The target's token at each slot: its argmax, the first one among equals.
-
-    As a maximum and a search for it, since XLA's CPU backend runs an argmax along the leading axis
-    as a scalar loop (measured: 2.5 times the time for 8 columns).
-
-    NaN logits give V, an id that no vocabulary has, instead of passing for a token.
-    """
-    top = jnp.max(logits, axis=0, keepdims=True)
-    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
-    return jnp.min(jnp.where(logits == top, ids, logits.shape[0]), axis=0)
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))

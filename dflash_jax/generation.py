@@ -2,108 +2,22 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 
-from dflash_jax import array_typing as at
+from dflash_jax.adapters import bind
 from dflash_jax.cache import KVCache
-from dflash_jax.decode import (
-    LENGTH,
-    NO_TOKEN,
-    RUNNING,
-    STOP,
-    Models,
-    State,
-    choose,
-    decode,
-    prefill,
-)
-from dflash_jax.models import apply
-from dflash_jax.models.draft import DFlashDraftModel
-from dflash_jax.models.transformer import Transformer
+from dflash_jax.decode import LENGTH, NO_TOKEN, RUNNING, STOP, State, decode, prefill
 from dflash_jax.pair import Draft, Target
+from dflash_jax.sampling import RowSampling, Sampling
 
 PREFILL_CHUNK = 64
 MIN_CAPACITY = 256
 MAX_STOP_IDS = 32  # always that many, padded: their number must not recompile
 _MAX_ROUNDS = np.int32(2**31 - 1)
-
-
-@dataclasses.dataclass(frozen=True)
-class TargetModel:
-    """`decode.TargetFns` of a `Transformer`; `params["target"]` are its parameters."""
-
-    module: Transformer
-
-    def forward(
-        self, params: Any, tokens: at.Tokens, cache: KVCache
-    ) -> tuple[at.Hidden, at.Context, KVCache]:
-        return apply(self.module, params["target"], tokens, cache)
-
-    def logits(self, params: Any, hidden: at.Hidden) -> at.Logits:
-        return apply(self.module, params["target"], hidden, method="logits")
-
-    def embed(self, params: Any, tokens: at.Tokens) -> at.Hidden:
-        return apply(self.module, params["target"], tokens, method="embed")
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftModel:
-    """`decode.DraftFns` of a `DFlashDraftModel`, with the target's embedding and head.
-
-    `params["draft"]` and `params["target"]` are the two models' parameters.
-    """
-
-    module: DFlashDraftModel
-    target: TargetModel
-
-    def extend(self, params: Any, context: at.Context, cache: KVCache) -> KVCache:
-        context = context.astype(params["draft"]["fc"]["weight"].dtype)
-        return apply(self.module, params["draft"], context, cache, method="extend")
-
-    def propose(
-        self, params: Any, anchor: at.Rows, cache: KVCache, block_size: int
-    ) -> tuple[Int[Array, "B P"], KVCache]:
-        logits, cache = self.block_logits(params, anchor, cache, block_size)
-        return choose(logits), cache
-
-    def block_logits(
-        self, params: Any, anchor: at.Rows, cache: KVCache, block_size: int
-    ) -> tuple[at.Logits, KVCache]:
-        """Logits `[V, B, P]` of slots 1..Q-1; slot 0 is the anchor."""
-        masks = jnp.full(
-            (len(anchor), block_size - 1), self.module.config.mask_token_id, anchor.dtype
-        )
-        x = self.target.embed(params, jnp.concatenate([anchor[:, None], masks], axis=1))
-        x = x.astype(params["draft"]["fc"]["weight"].dtype)
-        hidden, cache = apply(self.module, params["draft"], x, cache)
-        hidden = hidden[:, :, 1:].astype(params["target"]["embed_tokens"]["weight"].dtype)
-        return self.target.logits(params, hidden), cache
-
-
-def bind(
-    target: Target, draft: Draft | None, block_size: int | None = None
-) -> tuple[Models, dict[str, Any]]:
-    """The decoder's models and parameters of a pair; a block of one leaves nothing to draft.
-
-    Raises:
-        ValueError: If `block_size` is not in [1, the draft's trained block size].
-    """
-    trained = 1 if draft is None else draft.config.block_size
-    block_size = trained if block_size is None else block_size
-    if not 1 <= block_size <= trained:
-        why = "without a draft" if draft is None else "the draft's trained block size"
-        raise ValueError(f"{block_size=} must be in [1, {trained}], {why}")
-    if draft is None or block_size == 1:
-        return Models(TargetModel(Transformer(target.config)), None, 1), {"target": target.params}
-    c = draft.config
-    model = TargetModel(Transformer(target.config, c.target_layer_ids, c.last_tap))
-    fns = DraftModel(DFlashDraftModel(c), model)
-    return Models(model, fns, block_size), {"target": target.params, "draft": draft.params}
 
 
 def capacity(tokens: int) -> int:
@@ -233,14 +147,28 @@ def new_draft_cache(draft: Draft, rows: int, size: int) -> KVCache:
     return KVCache.zeros(c.num_hidden_layers, rows, c.num_key_value_heads, size, c.head_dim, dtype)
 
 
+def row_sampling(sampling: Sequence[Sampling], keys: jax.Array | None, rows: int) -> RowSampling:
+    """The rows' settings as arrays; without any, greedy ones."""
+    if not sampling:
+        sampling = [Sampling()] * rows
+    return RowSampling(
+        temperature=jnp.array([s.temperature for s in sampling], jnp.float32),
+        top_k=jnp.array([s.top_k for s in sampling], jnp.int32),
+        top_p=jnp.array([s.top_p for s in sampling], jnp.float32),
+        key=jax.random.split(jax.random.key(0), rows) if keys is None else jnp.copy(keys),
+    )
+
+
 def new_state(
     target: Target,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: Sequence[int],
     stop_token_ids: Sequence[int],
     size: int,
+    sampling: Sequence[Sampling] = (),
+    keys: jax.Array | None = None,
 ) -> State:
-    """A state of fresh rows with nothing prefilled and no draft cache."""
+    """A state of fresh rows with nothing prefilled and no draft cache; greedy without `sampling`."""
     B, c = len(prompts), target.config
     tokens = np.zeros((B, size), np.int32)
     for row, prompt in zip(tokens, prompts):
@@ -258,6 +186,7 @@ def new_state(
         finish=jnp.full((B,), RUNNING, jnp.int32),
         rounds=jnp.zeros((B,), jnp.int32),
         committed=jnp.zeros((B, size), jnp.int32),
+        sampling=row_sampling(sampling, keys, B),
         target=KVCache.zeros(
             c.num_hidden_layers, B, c.num_key_value_heads, size, c.head_dim, dtype
         ),

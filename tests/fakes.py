@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.adapters import DraftModel, TargetModel
 from dflash_jax.cache import read_rows
 from dflash_jax.checkpoint import keys
 from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
 from dflash_jax.decode import RUNNING, Models, State, decode, prefill
-from dflash_jax.generation import DraftModel, TargetModel, new_draft_cache, new_state
+from dflash_jax.generation import new_draft_cache, new_state
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.pair import Draft, Target
@@ -68,11 +69,11 @@ class ScriptedDraft(DraftModel):
     The entry `OWN` stands for what it would have proposed itself, `REPEAT` for the anchor.
     """
 
-    def propose(self, params, anchor, cache, block_size):
-        own, cache = super().propose(params, anchor, cache, block_size)
+    def propose(self, params, text, cache, block_size, pick):
+        own, cache = super().propose(params, text, cache, block_size, pick)
         script = read_rows(params["script"], cache.length + 1, block_size - 1)
-        script = jnp.where(script == REPEAT, anchor[:, None], script)
-        return jnp.where(script == OWN, own, script), cache
+        script = jnp.where(script == REPEAT, read_rows(text, pick.anchor, 1), script)
+        return own._replace(tokens=jnp.where(script == OWN, own.tokens, script)), cache
 
 
 @dataclasses.dataclass(frozen=True)

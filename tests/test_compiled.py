@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from fakes import DRAFT, TARGET, Decoder, own_script, prompts_of, random_draft, random_target
 
+from dflash_jax.adapters import bind
 from dflash_jax.cache import KVCache
 from dflash_jax.checkpoint import keys
 from dflash_jax.decode import decode, prefill
-from dflash_jax.generation import bind, generate, new_draft_cache, new_state
+from dflash_jax.generation import generate, new_draft_cache, new_state
 from dflash_jax.pair import Draft, Target
 
 SIZE = 256

@@ -25,8 +25,9 @@ from fakes import (
 
 from dflash_jax.acceptance import num_accepted
 from dflash_jax.cache import KVCache
-from dflash_jax.decode import LENGTH, RUNNING, STOP, choose, insert_rows
+from dflash_jax.decode import LENGTH, RUNNING, STOP, insert_rows
 from dflash_jax.generation import new_state
+from dflash_jax.sampling import argmax
 
 PROMPTS = prompts_of(1, 2, 5, 17, 40)
 NEW = 48
@@ -142,7 +143,7 @@ def test_prompts_of_any_length_are_prefilled_like_one_forward():
 
     @jax.jit
     def predict(params, tokens):
-        return choose(fns.logits(params, fns.forward(params, tokens, empty)[0]))
+        return argmax(fns.logits(params, fns.forward(params, tokens, empty)[0]))
 
     predicted = np.asarray(predict(decoder.params(), tokens))
     for b, (prompt, got) in enumerate(zip(prompts, new_tokens(state, prompts))):
@@ -409,7 +410,7 @@ def test_the_choice_is_the_first_of_equal_maxima_and_nan_is_no_token():
     logits = jnp.asarray(
         [[0.0, 5.0, 5.0], [7.0, 7.0, 7.0], [1.0, jnp.nan, 2.0], [-jnp.inf, -1.0, -jnp.inf]]
     )
-    assert choose(logits.T[:, None]).tolist() == [[1, 0, 3, 1]]
+    assert argmax(logits.T[:, None]).tolist() == [[1, 0, 3, 1]]
 
 
 def test_a_block_needs_an_anchor():

@@ -10,8 +10,9 @@ from fakes import DRAFT, TARGET, random_params
 from safetensors.numpy import load_file
 
 from dflash_jax import Draft, Target, generate, load_draft, load_target
+from dflash_jax.adapters import DraftModel, TargetModel
 from dflash_jax.cache import KVCache
-from dflash_jax.generation import DraftModel, TargetModel, new_draft_cache
+from dflash_jax.generation import new_draft_cache
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.models.transformer import Transformer
 

@@ -7,7 +7,8 @@ import pytest
 from fakes import DRAFT, TARGET, VOCAB, prompts_of, random_draft, random_params, random_target
 
 from dflash_jax import Generation, generate
-from dflash_jax.generation import MIN_CAPACITY, bind, capacity
+from dflash_jax.adapters import bind
+from dflash_jax.generation import MIN_CAPACITY, capacity
 from dflash_jax.pair import Target
 
 PROMPTS = prompts_of(3, 50, 8)

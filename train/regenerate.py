@@ -19,18 +19,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, UInt16
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dflash_jax import array_typing as at
+from dflash_jax.adapters import TargetModel
 from dflash_jax.cache import grow, write_rows
 from dflash_jax.decode import RUNNING, Models, State, decode, insert_rows, prefill
-from dflash_jax.generation import PREFILL_CHUNK, TargetModel, new_state
+from dflash_jax.generation import PREFILL_CHUNK, new_state
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.pair import Target, load_target, load_tokenizer
+from dflash_jax.sampling import Picker, Proposals
 from train.store import Example, read_ids, shard_paths, write_shard
 
 # Id, kind and token ids.
@@ -41,9 +44,9 @@ EXAMPLES_A_SHARD = 128
 
 
 class Features(struct.PyTreeNode):
-    """A draft's cache that keeps the raw taps. `values` is `[B, S, C * D]`, bfloat16."""
+    """A draft's cache that keeps the raw taps. `values` is `[B, S, C * D]`, the bits of bfloat16."""
 
-    values: Float[Array, "B S CD"]
+    values: UInt16[Array, "B S CD"]
     length: at.Rows
 
     def grow(self, size: int) -> "Features":
@@ -55,11 +58,16 @@ class Recorder:
     """`decode.DraftFns` that proposes nothing and records the context."""
 
     def extend(self, params: Any, context: at.Context, cache: Features) -> Features:
-        rows = context.transpose(1, 2, 0)
+        # XLA's CPU backend writes to a bfloat16 array by way of a float32 copy of all of it.
+        rows = jax.lax.bitcast_convert_type(
+            context.transpose(1, 2, 0).astype(jnp.bfloat16), jnp.uint16
+        )
         return cache.replace(values=write_rows(cache.values, rows, cache.length, axis=1))
 
-    def propose(self, params: Any, anchor: at.Rows, cache: Features, block_size: int):
-        return jnp.zeros((len(anchor), 0), anchor.dtype), cache
+    def propose(
+        self, params: Any, text: at.Tokens, cache: Features, block_size: int, pick: Picker
+    ) -> tuple[Proposals, Features]:
+        return Proposals(jnp.zeros((len(text), 0), text.dtype)), cache
 
 
 def regenerate(
@@ -175,7 +183,7 @@ def _prefilled(
     limits = [0 if owner is None else max_new_tokens for owner in owners]
     state = new_state(target, ids, limits, target.stop_token_ids, size)
     width = taps * target.config.hidden_size
-    values = jnp.zeros((len(owners), size, width), jnp.bfloat16)
+    values = jnp.zeros((len(owners), size, width), jnp.uint16)
     features = Features(values, jnp.zeros((len(owners),), jnp.int32))
     return prefill(models, params, state.replace(draft=features), chunk=PREFILL_CHUNK)
 
@@ -194,7 +202,7 @@ def _harvest(
         owner = owners[row]
         assert owner is not None  # only owned rows are harvested
         name, kind, ids = owner
-        values = f[:n].copy()
+        values = f[:n].copy().view(ml_dtypes.bfloat16)
         values[n - 1] = 0
         yield Example(name, kind, t[:n], len(ids), values)
 

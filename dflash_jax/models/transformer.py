@@ -15,6 +15,7 @@ from dflash_jax.config import TargetConfig, TransformerConfig
 from dflash_jax.ops.attention import attention
 from dflash_jax.ops.mask import causal_mask
 from dflash_jax.ops.norm import rms_norm
+from dflash_jax.ops.product import product
 from dflash_jax.ops.rope import apply_rotary_pos_emb, rope_table
 
 
@@ -28,9 +29,8 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x):
         init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
-        y = jnp.einsum(
-            "FD,DBT->FBT", self.param("weight", init, (self.out_features, self.in_features)), x
-        )
+        weight = self.param("weight", init, (self.out_features, self.in_features))
+        y = product(weight, x).astype(x.dtype)
         if self.use_bias:
             y = y + self.param("bias", nn.initializers.zeros, (self.out_features,))[:, None, None]
         return y
@@ -130,7 +130,7 @@ class Embedding(nn.Module):
         return self.weight[tokens].transpose(2, 0, 1)
 
     def logits(self, hidden: at.Hidden) -> at.Logits:
-        return jnp.einsum("VD,DBT->VBT", self.weight, hidden, preferred_element_type=jnp.float32)
+        return product(self.weight, hidden)
 
 
 class Transformer(nn.Module):

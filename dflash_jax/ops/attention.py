@@ -47,7 +47,8 @@ def _feature_major(
     scores = scores.swapaxes(2, 3).reshape(B, K, G, T, -1)
     scores = jnp.where(mask.swapaxes(1, 2)[:, None, None], scores * H**-0.5, _MASKED)
     weights = jax.nn.softmax(scores, axis=-1).reshape(B, K, G * T, -1).astype(v.dtype)
-    out = jnp.einsum("BKXS,BKSH->BKXH", weights, v)
+    out = jnp.einsum("BKXS,BKSH->BKXH", weights, v, preferred_element_type=jnp.float32)
+    out = out.astype(q.dtype)
     return out.reshape(B, K, G, T, H).transpose(1, 2, 4, 0, 3).reshape(N * H, B, T)
 
 

@@ -1,0 +1,92 @@
+"""Binds a pair's modules to the functions that the decoder is handed."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from dflash_jax import array_typing as at
+from dflash_jax.cache import KVCache, read_rows
+from dflash_jax.decode import Models
+from dflash_jax.models import apply
+from dflash_jax.models.draft import DFlashDraftModel
+from dflash_jax.models.transformer import Transformer
+from dflash_jax.pair import Draft, Target
+from dflash_jax.sampling import Picker, Proposals, Verify
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetModel:
+    """`decode.TargetFns` of a `Transformer`; `params["target"]` are its parameters."""
+
+    module: Transformer
+
+    def forward(
+        self, params: Any, tokens: at.Tokens, cache: KVCache
+    ) -> tuple[at.Hidden, at.Context, KVCache]:
+        return apply(self.module, params["target"], tokens, cache)
+
+    def logits(self, params: Any, hidden: at.Hidden) -> at.Logits:
+        return apply(self.module, params["target"], hidden, method="logits")
+
+    def embed(self, params: Any, tokens: at.Tokens) -> at.Hidden:
+        return apply(self.module, params["target"], tokens, method="embed")
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftModel:
+    """`decode.DraftFns` of a `DFlashDraftModel`, with the target's embedding and head.
+
+    `params["draft"]` and `params["target"]` are the two models' parameters.
+    """
+
+    module: DFlashDraftModel
+    target: TargetModel
+
+    def extend(self, params: Any, context: at.Context, cache: KVCache) -> KVCache:
+        context = context.astype(params["draft"]["fc"]["weight"].dtype)
+        return apply(self.module, params["draft"], context, cache, method="extend")
+
+    def propose(
+        self, params: Any, text: at.Tokens, cache: KVCache, block_size: int, pick: Picker
+    ) -> tuple[Proposals, KVCache]:
+        anchor = read_rows(text, pick.anchor, 1)[:, 0]
+        logits, cache = self.block_logits(params, anchor, cache, block_size)
+        return pick(logits, 1), cache
+
+    def block_logits(
+        self, params: Any, anchor: at.Rows, cache: KVCache, block_size: int
+    ) -> tuple[at.Logits, KVCache]:
+        """Logits `[V, B, P]` of slots 1..Q-1; slot 0 is the anchor."""
+        masks = jnp.full(
+            (len(anchor), block_size - 1), self.module.config.mask_token_id, anchor.dtype
+        )
+        x = self.target.embed(params, jnp.concatenate([anchor[:, None], masks], axis=1))
+        x = x.astype(params["draft"]["fc"]["weight"].dtype)
+        hidden, cache = apply(self.module, params["draft"], x, cache)
+        hidden = hidden[:, :, 1:].astype(params["target"]["embed_tokens"]["weight"].dtype)
+        return self.target.logits(params, hidden), cache
+
+
+def bind(
+    target: Target,
+    draft: Draft | None,
+    block_size: int | None = None,
+    verify: Verify = "coupled",
+) -> tuple[Models, dict[str, Any]]:
+    """The decoder's models and parameters of a pair; a block of one leaves nothing to draft.
+
+    Raises:
+        ValueError: If `block_size` is not in [1, the draft's trained block size].
+    """
+    trained = 1 if draft is None else draft.config.block_size
+    block_size = trained if block_size is None else block_size
+    if not 1 <= block_size <= trained:
+        why = "without a draft" if draft is None else "the draft's trained block size"
+        raise ValueError(f"{block_size=} must be in [1, {trained}], {why}")
+    if draft is None or block_size == 1:
+        return Models(TargetModel(Transformer(target.config)), None, 1), {"target": target.params}
+    c = draft.config
+    model = TargetModel(Transformer(target.config, c.target_layer_ids, c.last_tap))
+    fns = DraftModel(DFlashDraftModel(c), model)
+    return Models(model, fns, block_size, verify), {"target": target.params, "draft": draft.params}

@@ -1,0 +1,23 @@
+"""What a target, a draft, its head and their RoPE are: frozen, hashable values, checked when built.
+
+`from_hf` takes a parsed Hugging Face `config.json`, in the transformers 4 or 5 form, and refuses
+every key that it neither uses nor knows to be harmless.
+"""
+
+from dflash_jax.config.draft import DraftConfig, build_target_layer_ids, check_target_layer_ids
+from dflash_jax.config.heads import DFlash2, Domino, DSpark, Head
+from dflash_jax.config.rope import RopeConfig
+from dflash_jax.config.transformer import TargetConfig, TransformerConfig
+
+__all__ = [
+    "DFlash2",
+    "DSpark",
+    "Domino",
+    "DraftConfig",
+    "Head",
+    "RopeConfig",
+    "TargetConfig",
+    "TransformerConfig",
+    "build_target_layer_ids",
+    "check_target_layer_ids",
+]
