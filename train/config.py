@@ -29,6 +29,7 @@ class TrainConfig:
         anchors: Blocks a sequence.
         sequence_size: Tokens a sequence; longer ones are cut.
         frequent, candidates: Head rows of a step: the frequent ids, and all.
+        dtype: Of the operands of a step's products with weights, "float32" or "bfloat16".
         chunk: Rows of blocks that go through the head at a time.
         steps, warmup, learning_rate, final_rate, weight_decay, clip, b1, b2: AdamW and its schedule.
         evaluate_every, save_every: Steps.
@@ -57,6 +58,7 @@ class TrainConfig:
     sequence_size: int = 256
     frequent: int = 2304
     candidates: int = 3584
+    dtype: str = "float32"
     chunk: int = 512
     steps: int = 6000
     warmup: int = 60
@@ -107,6 +109,8 @@ def _faults(field: dataclasses.Field, value: Any) -> Iterator[str]:
         yield f"{name}={value!r} must be a {'non-negative' if name in _MAY_BE_ZERO else 'positive'} number"
     if name in ("b1", "b2") and _is_number(value) and value >= 1:
         yield f"{name}={value!r} must be less than 1"
+    if name == "dtype" and value not in ("float32", "bfloat16"):
+        yield f"{name}={value!r} must be float32 or bfloat16"
     if name == "target_layer_ids" and not (
         isinstance(value, tuple) and value and all(type(i) is int and i >= 0 for i in value)
     ):

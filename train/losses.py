@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.ops.product import product
+
 # (draft logits [V c], labels [c], target logits [V c] or None) -> loss of each column [c]
 Objective = Callable[[Array, Array, Array | None], Array]
 
@@ -91,12 +93,8 @@ def vocabulary_loss(
     @jax.checkpoint
     def one(rows):
         h, label, weight, t = rows
-        logits = jnp.einsum("VD,DR->VR", head, h, preferred_element_type=jnp.float32)
-        target = (
-            None
-            if t is None
-            else jnp.einsum("VD,DR->VR", head, t, preferred_element_type=jnp.float32)
-        )
+        logits = product(head, h[:, None])[:, 0]
+        target = None if t is None else product(head, t[:, None])[:, 0]
         loss = sum(share * OBJECTIVES[name](logits, label, target) for name, share in mixture)
         return jnp.sum(weight * loss), jnp.argmax(logits, axis=0) == label
 

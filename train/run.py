@@ -267,6 +267,7 @@ def one_step(setup: Setup, state: TrainState, step: int) -> tuple[TrainState, di
     state, metrics = train_step(
         state, setup.embedding, jnp.asarray(ids), blocks, module=setup.module, optimizer=setup.optimizer,
         mixture=tuple(sorted(config.mixture.items())), gamma=config.gamma, chunk=config.chunk, head=setup.head,
+        dtype=config.dtype,
     )  # fmt: skip
     return state, {name: float(value) for name, value in metrics.items()}
 

@@ -123,7 +123,7 @@ def make_blocks(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("module", "optimizer", "mixture", "gamma", "chunk"),
+    static_argnames=("module", "optimizer", "mixture", "gamma", "chunk", "dtype"),
     donate_argnames=("state",),
 )
 def train_step(
@@ -138,6 +138,7 @@ def train_step(
     gamma: float | None,
     chunk: int,
     head: Float[Array, "V D"],
+    dtype: str = "float32",
 ) -> tuple[TrainState, dict[str, Array]]:
     """One update.
 
@@ -146,12 +147,17 @@ def train_step(
         embedding: The target's token table, frozen.
         ids: Head rows that take part; `blocks.labels` index into them. None for all.
         head: The target's head `[V, D]`, frozen.
+        dtype: Of the operands of products with weights; all else is float32.
     """
-    rows = head if ids is None else head[ids]
-    loss_fn = functools.partial(block_loss, module, mixture, gamma, chunk)
-    (loss, totals), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-        state.params, embedding, rows, state.feature_scale, blocks
-    )
+    rows = (head if ids is None else head[ids]).astype(dtype)
+
+    def loss_fn(params):
+        params = jax.tree.map(lambda x: x.astype(dtype), params)
+        return block_loss(
+            module, mixture, gamma, chunk, params, embedding, rows, state.feature_scale, blocks
+        )
+
+    (loss, totals), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     counted = blocks.counts.reshape(-1)
     metrics = {
