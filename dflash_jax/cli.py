@@ -6,11 +6,17 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+
+from dflash_jax.sampling import VERIFY
+
+if TYPE_CHECKING:
+    from dflash_jax.generation import Generation
+    from dflash_jax.text import Detokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +47,41 @@ def _parser() -> argparse.ArgumentParser:
         prog="dflash-jax", description="DFlash speculative decoding in JAX."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    pair = _pair_options()
+    generate = commands.add_parser("generate", parents=[pair], help="answer a prompt")
+    generate.add_argument("prompt", metavar="PROMPT")
+    generate.add_argument(
+        "--raw", action="store_true", help="the prompt as it is, without the chat template"
+    )
+    generate.add_argument("--system", metavar="TEXT", help="system message of the chat template")
+    generate.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy"
+    )
+    generate.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all ids")
+    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 keeps all ids")
+    generate.add_argument("--seed", type=int, default=0, metavar="S")
+    generate.add_argument(
+        "--verify", choices=VERIFY, default="coupled", help="how proposals are judged (coupled)"
+    )
+    generate.add_argument("--stats", action="store_true", help="acceptance and speed, on stderr")
+    generate.set_defaults(command=_generate)
+
+    bench = commands.add_parser(
+        "bench", parents=[pair], help="measure plain decoding against DFlash"
+    )
+    bench.add_argument(
+        "--prompts",
+        default="held_out",
+        metavar="SET",
+        help="held_out, humaneval, gsm8k, mtbench, or a JSON-lines file (default: held_out)",
+    )
+    bench.add_argument("--limit", type=int, metavar="N", help="the first N prompts only")
+    bench.set_defaults(command=_bench)
+    return parser
+
+
+def _pair_options() -> argparse.ArgumentParser:
+    """Options of every command that decodes."""
     pair = argparse.ArgumentParser(add_help=False)
     pair.add_argument(
         "--target",
@@ -70,28 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         help="default: float32 on the CPU, else bfloat16",
     )
     pair.add_argument("--json", action="store_true", help="one JSON object on stdout")
-
-    generate = commands.add_parser("generate", parents=[pair], help="answer a prompt")
-    generate.add_argument("prompt", metavar="PROMPT")
-    generate.add_argument(
-        "--raw", action="store_true", help="the prompt as it is, without the chat template"
-    )
-    generate.add_argument("--system", metavar="TEXT", help="system message of the chat template")
-    generate.add_argument("--stats", action="store_true", help="acceptance and speed, on stderr")
-    generate.set_defaults(command=_generate)
-
-    bench = commands.add_parser(
-        "bench", parents=[pair], help="measure plain decoding against DFlash"
-    )
-    bench.add_argument(
-        "--prompts",
-        default="held_out",
-        metavar="SET",
-        help="held_out, humaneval, gsm8k, mtbench, or a JSON-lines file (default: held_out)",
-    )
-    bench.add_argument("--limit", type=int, metavar="N", help="the first N prompts only")
-    bench.set_defaults(command=_bench)
-    return parser
+    return pair
 
 
 def _load(args: argparse.Namespace):
@@ -129,19 +149,25 @@ def encode(tokenizer: Any, prompt: str, system: str | None = None, raw: bool = F
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from dflash_jax.generation import generate
+    from dflash_jax.generation import stream
     from dflash_jax.pair import load_tokenizer
+    from dflash_jax.sampling import Sampling
+    from dflash_jax.text import Detokenizer
 
+    sampling = Sampling(
+        temperature=args.temperature, top_k=args.top_k, top_p=args.top_p, verify=args.verify
+    )
     target, draft = _load(args)
     tokenizer: Any = load_tokenizer(target)
     prompt = encode(tokenizer, args.prompt, args.system, args.raw)
     start = time.perf_counter()
-    out = generate(
-        target, draft, [prompt], max_new_tokens=args.max_new_tokens, block_size=args.block_size
-    )
+    pieces = stream(
+        target, draft, prompt, max_new_tokens=args.max_new_tokens, block_size=args.block_size,
+        sampling=sampling, key=jax.random.key(args.seed),
+    )  # fmt: skip
+    out, text = _speak(pieces, Detokenizer(tokenizer), target.stop_token_ids, aloud=not args.json)
     seconds = time.perf_counter() - start
     tokens, finish = out.tokens[0], out.finish[0]
-    text = tokenizer.decode(tokens[:-1] if finish == "stop" else tokens)
     if args.json:
         result = {
             "text": text,
@@ -156,7 +182,7 @@ def _generate(args: argparse.Namespace) -> int:
         }
         print(json.dumps(result))
     else:
-        print(text)
+        print()
     if args.stats:
         print(
             f"{len(tokens)} tokens in {seconds:.2f} s with compilation, {len(out.rounds[0])} rounds, "
@@ -164,6 +190,23 @@ def _generate(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 0
+
+
+def _speak(
+    pieces: Iterator[list[int]], words: "Detokenizer", stops: Sequence[int], aloud: bool
+) -> tuple["Generation", str]:
+    """Prints a stream's text as it comes; returns what the stream returns, and the text."""
+    text, out = "", None
+    while out is None:
+        try:
+            # A stop id, always the last token, ends the text and is none of it.
+            new = words.push([t for t in next(pieces) if t not in stops])
+        except StopIteration as end:
+            out, new = end.value, words.finish()
+        text += new
+        if aloud:
+            print(new, end="", flush=True)
+    return out, text
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from typing import Any, Protocol, no_type_check, runtime_checkable
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
@@ -172,23 +173,31 @@ def prefill(models: Models, params: Any, state: State, *, chunk: int) -> State:
 
 
 @functools.partial(jax.jit, static_argnames=("models",), donate_argnames=("state",))
-def decode(models: Models, params: Any, state: State, max_rounds: Int[Array, ""]) -> State:
-    """Runs rounds until every row has ended, a row is out of slots, or `max_rounds` are done.
+def decode(
+    models: Models,
+    params: Any,
+    state: State,
+    max_rounds: Int[Array, ""],
+    least_running: Int[Array, ""] | np.int32 = np.int32(1),  # noqa: B008 (immutable)
+) -> State:
+    """Runs rounds until too few rows run, a row is out of slots, or `max_rounds` are done.
 
     Args:
         params: Handed on to the models' functions.
         state: Donated; made by `prefill` or an earlier call.
         max_rounds: An array, so that its value does not recompile.
+        least_running: Fewer rows `RUNNING` end the loop, so that the others can be refilled.
 
     Returns:
         The state. Rows still `RUNNING` want another call: after `State.grow` if a row has fewer than
-        Q free slots, else to go on after `max_rounds`.
+        Q free slots.
     """
 
     def cond(carry):
         state, done = carry
         room = jnp.all(state.length + models.block_size <= state.size)
-        return jnp.any(state.finish == RUNNING) & room & (done < max_rounds)
+        running = jnp.sum(state.finish == RUNNING)
+        return (running >= least_running) & room & (done < max_rounds)
 
     def step(carry):
         state, done = carry

@@ -26,7 +26,8 @@ ALLOWED = {
         "array_typing", "config", "cache", "decode", "acceptance", "sampling", "models", "pair", "checkpoint",
     },
     "bench": {"adapters", "array_typing", "config", "cache", "decode", "sampling", "models", "pair", "generation", "checkpoint"},
-    "cli": {"pair", "generation", "bench", "checkpoint", "sampling", "config", "decode"},
+    "text": set(),
+    "cli": {"text", "pair", "generation", "bench", "checkpoint", "sampling", "config", "decode"},
     "sharding": {"array_typing", "config", "cache"},
     "__init__": {"pair", "generation", "sampling", "config"},
 }  # fmt: skip

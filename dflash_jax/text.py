@@ -1,0 +1,40 @@
+"""Text of tokens as they come: whole characters only."""
+
+from collections.abc import Sequence
+from typing import Any
+
+_INCOMPLETE = "\ufffd"  # what a tokenizer makes of bytes that are no whole character yet
+
+
+class Detokenizer:
+    """Turns pieces of a token sequence into pieces of its text, which joined are the whole text.
+
+    A token of a byte-level vocabulary may end inside a character: its text is held back until the
+    character is whole. Only the tokens since the last piece, and those of that piece, are decoded again.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        # ids[:start] are done with; the text of ids[start:said] has been given out, and is decoded again
+        # before what follows, since a token's text can depend on the one before it.
+        self._start = self._said = 0
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that is certain after these further tokens; may be empty."""
+        self._ids += ids
+        text = self._new_text()
+        return "" if text.endswith(_INCOMPLETE) else self._give(text)
+
+    def finish(self) -> str:
+        """What was held back; bytes that make no character become U+FFFD."""
+        return self._give(self._new_text())
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._ids[self._start : self._said])
+        return self._tokenizer.decode(self._ids[self._start :])[len(before) :]
+
+    def _give(self, text: str) -> str:
+        if text:
+            self._start, self._said = self._said, len(self._ids)
+        return text
