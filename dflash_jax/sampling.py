@@ -188,18 +188,23 @@ def sample(
         Ids `[B, T]`; the vocabulary's size, or more, where the logits are NaN.
     """
     X = logits.shape[0]
-    axis = jnp.arange(X, dtype=jnp.int32)[:, None, None]
-    ids = axis if ids is None else ids.reshape(*ids.shape, *(1,) * (3 - ids.ndim))
-    token = jnp.broadcast_to(ids, logits.shape)
+
+    def every_id():
+        """Made in the branches that want it: it is as large as the logits."""
+        axis = jnp.arange(X, dtype=jnp.int32)[:, None, None]
+        named = axis if ids is None else ids.reshape(*ids.shape, *(1,) * (3 - ids.ndim))
+        return jnp.broadcast_to(named, logits.shape)
 
     def id_of(index):
-        return jnp.take_along_axis(token, jnp.minimum(index, X - 1)[None], axis=0)[0]
+        if ids is None:
+            return index
+        return jnp.take_along_axis(every_id(), jnp.minimum(index, X - 1)[None], axis=0)[0]
 
     best = argmax(logits)
     greedy = jnp.where(best < X, id_of(best), jnp.iinfo(jnp.int32).max)
 
     def everywhere():
-        return id_of(argmax(scaled(logits, rows) + gumbel(rows, stream, positions, token)))
+        return id_of(argmax(scaled(logits, rows) + gumbel(rows, stream, positions, every_id())))
 
     def filtered():
         x = scaled(logits, rows)
@@ -207,7 +212,7 @@ def sample(
         few = min(CANDIDATES, X)
 
         def among(count):
-            return id_of(_pick_filtered(x, total, rows, stream, positions, token, count))
+            return id_of(_pick_filtered(x, total, rows, stream, positions, every_id(), count))
 
         return jax.lax.cond(_suffices(x, total, rows, few), lambda: among(few), lambda: among(X))
 
