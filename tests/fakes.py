@@ -48,7 +48,7 @@ def random_params(config: TargetConfig | DraftConfig, seed: int, dtype=jnp.float
             x = 0.2 * x + (0.0 if path.endswith("bias") else 1.0)
             x = 4 * x if path.endswith("q_norm/weight") else x
         else:
-            x = x / shape[1] ** 0.5
+            x = x / shape[-1] ** 0.5
         return jnp.asarray(x, dtype)
 
     return keys.nest({path: draw(path, s) for path, s in keys.expected_shapes(config).items()})

@@ -54,7 +54,7 @@ def test_loading_casts_to_the_dtype_asked_for(saved, draft):
     assert_same(got, jax.tree.map(lambda x: x.astype(jnp.float32), draft.params))
 
 
-@pytest.mark.parametrize("name", ["qwen3_bias_yarn", "llama3", "qwen3_sliding"])
+@pytest.mark.parametrize("name", ["qwen3_bias_yarn", "llama3", "qwen3_sliding", "qwen3_moe"])
 def test_a_targets_config_stop_ids_and_tokenizer_files_are_kept(golden, tmp_path, name):
     target = pair.read_target(golden / "targets" / name)
     (tmp_path / "tokenizer.json").write_text("{}")

@@ -17,7 +17,7 @@ from dflash_jax.models.transformer import Transformer
 from dflash_jax.pair import Target
 
 CASES = [
-    "llama3", "qwen3_bias_yarn", "qwen3_gqa", "qwen3_sharded_bf16", "qwen3_sliding", "qwen3_tied", "qwen3_v4rope",
+    "llama3", "qwen3_bias_yarn", "qwen3_gqa", "qwen3_moe", "qwen3_sharded_bf16", "qwen3_sliding", "qwen3_tied", "qwen3_v4rope",
 ]  # fmt: skip
 SLOTS = 16
 

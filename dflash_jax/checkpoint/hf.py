@@ -14,6 +14,7 @@ from dflash_jax.checkpoint.files import one_line, read_json
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.(.*)")
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "*.jinja", "vocab.*", "merges.txt",
                     "special_tokens_map.json", "added_tokens.json")  # fmt: skip
 
@@ -116,7 +117,8 @@ def _read_file(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(safetensors.safe_open(path, framework="np"))
-            names = list(file.keys())
+            # The experts of one projection one after another, so that they can be stacked.
+            names = sorted(file.keys(), key=lambda n: _EXPERT.sub(r".experts.\2.\1", n))
         except (safetensors.SafetensorError, OSError) as e:
             raise broken(e) from e
         for name in names:

@@ -1,7 +1,7 @@
 """Hugging Face's tensor names and ours: `model.layers.0.mlp.up_proj.weight` is `layers_0/mlp/up_proj/weight`.
 
 Names and shapes are the checkpoint's own, so a conversion copies leaf by leaf; a target's `model.`
-prefix is dropped, and flat drafts have none.
+prefix is dropped, and flat drafts have none. The exception are experts, whose tensors are stacked.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from dflash_jax import array_typing as at
 from dflash_jax.cache import KVCache
+from dflash_jax.checkpoint.experts import Stacks, split_fused, tensor_shapes
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.models.transformer import Transformer
@@ -95,8 +96,8 @@ def assemble(
 ) -> at.Params:
     """Builds the parameter tree from a checkpoint's tensors, each used exactly once.
 
-    Leaf by leaf: beside the tree being built, one tensor is held at a time. Rotary buffers are
-    dropped, and so is a tied target's `lm_head.weight` if it equals the embedding bit for bit.
+    Leaf by leaf: beside the tree being built, one tensor is held at a time, and the stacks of a layer
+    whose experts are not all read. Rotary buffers are dropped, and so is a tied target's `lm_head.weight` if it equals the embedding bit for bit.
 
     Args:
         tensors: Pairs (Hugging Face name, value).
@@ -108,12 +109,16 @@ def assemble(
         ValueError: One for all tensors that are unknown, missing, there twice, or misshapen, hold no
             floats, hold NaN or infinities, or are matrices of zeros.
     """
-    audit = _Audit(expected, tied=_EMBEDDING in expected and _HEAD not in expected)
+    shapes, stacks = tensor_shapes(expected), Stacks(expected)
+    audit = _Audit(shapes, tied=_EMBEDDING in expected and _HEAD not in expected)
     leaves = {}
-    for name, value in tensors:
+    for name, value in split_fused(tensors):
         path = path_of(name)
         if not name.endswith(_BUFFER) and audit.accepts(name, path, value):
-            leaves[path] = jnp.asarray(value if dtype is None else value.astype(dtype, copy=False))
+            value = value if dtype is None else value.astype(dtype, copy=False)
+            whole = stacks.add(path, value)
+            if whole is not None:
+                leaves[whole[0]] = jnp.asarray(whole[1])
     prefix = "model." if _EMBEDDING in expected else ""
     audit.finish(source, lambda path: name_of(path, prefix))
     return nest({path: leaves[path] for path in expected})

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from dflash_jax import array_typing as at
 from dflash_jax.checkpoint import keys
 from dflash_jax.checkpoint.files import atomic_folder, one_line, read_json, write_json
-from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
+from dflash_jax.config import DraftConfig, MoeConfig, RopeConfig, TargetConfig
 
 _FORMAT, _VERSION = "dflash-jax", 1
 _CONFIGS = {"target": TargetConfig, "draft": DraftConfig}
@@ -109,9 +109,11 @@ def read_header(directory: Path) -> Header:
     if kind not in _CONFIGS:
         raise ValueError(f"{path}: kind={kind!r} must be one of {sorted(_CONFIGS)}")
     try:
-        config = _build(
-            _CONFIGS[kind], {**value["config"]}, rope=_build(RopeConfig, value["config"]["rope"])
-        )
+        fields = value["config"]
+        nested = {"rope": _build(RopeConfig, fields["rope"])}
+        if fields.get("moe") is not None:
+            nested["moe"] = _build(MoeConfig, fields["moe"])
+        config = _build(_CONFIGS[kind], fields, **nested)
         stop, pad = tuple(value["stop_token_ids"]), value.get("pad_token_id")
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError(f"{path} is not a complete config: {one_line(e)}") from e

@@ -6,6 +6,7 @@ every key that it neither uses nor knows to be harmless.
 
 from dflash_jax.config.draft import DraftConfig, build_target_layer_ids, check_target_layer_ids
 from dflash_jax.config.heads import DFlash2, Domino, DSpark, Head
+from dflash_jax.config.moe import MoeConfig
 from dflash_jax.config.rope import RopeConfig
 from dflash_jax.config.transformer import TargetConfig, TransformerConfig
 
@@ -15,6 +16,7 @@ __all__ = [
     "Domino",
     "DraftConfig",
     "Head",
+    "MoeConfig",
     "RopeConfig",
     "TargetConfig",
     "TransformerConfig",

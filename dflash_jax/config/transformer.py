@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from dflash_jax.config.moe import MOE_KEYS, MoeConfig
 from dflash_jax.config.rope import RopeConfig
 
 # Keys that say nothing about the forward pass, at any value.
@@ -87,10 +88,33 @@ class TransformerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetConfig(TransformerConfig):
-    """A decoder-only target: Qwen3 (dense) or Llama."""
+    """A decoder-only target: Qwen3, Qwen3-MoE or Llama.
 
-    model_type: Literal["qwen3", "llama"]
+    Attributes:
+        moe: The mixture of its sparse layers; of qwen3_moe, and only of it.
+    """
+
+    model_type: Literal["qwen3", "llama", "qwen3_moe"]
     tie_word_embeddings: bool = False
+    moe: MoeConfig | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if (self.model_type == "qwen3_moe") != (self.moe is not None):
+            raise ValueError(f"model_type={self.model_type!r} does not go with moe={self.moe!r}")
+        if self.moe is None:
+            return
+        if self.mlp_bias:
+            raise ValueError("mlp_bias=True is not supported with experts")
+        outside = [i for i in self.moe.mlp_only_layers if i >= self.num_hidden_layers]
+        if outside:
+            raise ValueError(
+                f"mlp_only_layers holds {outside}, not below num_hidden_layers={self.num_hidden_layers}"
+            )
+
+    def mixture(self, layer: int) -> MoeConfig | None:
+        """What stands for the MLP of `layer`, or None for a dense one."""
+        return self.moe if self.moe is not None and self.moe.is_sparse(layer) else None
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "TargetConfig":
@@ -99,24 +123,59 @@ class TargetConfig(TransformerConfig):
         Raises:
             ValueError: For another architecture, or a key that is missing, unknown or out of bounds.
         """
+        _refuse_recurrent(config)
         model_type = config.get("model_type")
         if model_type not in _QK_NORM:
             raise ValueError(
                 f"model_type={model_type!r} is not a supported target; supported: {sorted(_QK_NORM)}"
             )
-        used = USED_KEYS | {"tie_word_embeddings"}
-        refuse_unknown(config, used)
+        sparse = model_type == "qwen3_moe"
+        refuse_unknown(
+            config, USED_KEYS | {"tie_word_embeddings"} | (MOE_KEYS if sparse else frozenset())
+        )
         return cls(
             model_type=model_type,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            moe=MoeConfig.from_hf(config) if sparse else None,
             **shape_from_hf(config),
         )
 
 
-_QK_NORM = {"qwen3": True, "llama": False}
+_QK_NORM = {"qwen3": True, "llama": False, "qwen3_moe": True}
 USED_KEYS = frozenset(f.name for f in dataclasses.fields(TransformerConfig)) - {"rope", "qk_norm"} | {
     "rope_theta", "rope_scaling", "rope_parameters", "use_sliding_window", "original_max_position_embeddings",
 }  # fmt: skip
+
+
+# Model types and layer kinds that fold what they have read into a state.
+_RECURRENT = """
+    bamba falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe mamba mamba2 minimax
+    nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma
+    rwkv zamba zamba2
+"""
+_RECURRENT_MODELS = frozenset(_RECURRENT.split())
+_RECURRENT_LAYERS = frozenset(
+    ("conv", "hybrid", "linear_attention", "mamba", "mamba2", "recurrent")
+)
+
+
+def _refuse_recurrent(config: Mapping[str, Any]) -> None:
+    """Says why a target whose layers carry a state is refused.
+
+    Source: the rule of NeMo Automodel `assert_target_supports_rollback`.
+    """
+    text = config.get("text_config")
+    text = text if isinstance(text, Mapping) else {}
+    found: set[str] = set()
+    for part in (config, text):
+        found |= _RECURRENT_MODELS & {part.get("model_type")}
+        for key in ("layer_types", "layers_block_type", "block_types"):
+            found |= set(part.get(key) or ()) & _RECURRENT_LAYERS
+    if found:
+        raise ValueError(
+            f"model_type={config.get('model_type')!r} has recurrent layers ({', '.join(sorted(found))}): their "
+            "state cannot be rewound past rejected tokens, so DFlash would not be lossless"
+        )
 
 
 def refuse_unknown(config: Mapping[str, Any], used: frozenset[str], prefix: str = "") -> None:
@@ -167,7 +226,8 @@ def shape_from_hf(config: Mapping[str, Any]) -> dict[str, Any]:
     use_window = config.get("use_sliding_window", False)
     layer_types = config.get("layer_types")
     if layer_types is None and use_window and config.get("sliding_window"):
-        first = config.get("max_window_layers", 28)  # Qwen3Config's default
+        # Qwen3Config's default; transformers' Qwen3-MoE windows every layer.
+        first = 0 if config["model_type"] == "qwen3_moe" else config.get("max_window_layers", 28)
         layer_types = [
             "full_attention" if i < first else "sliding_attention" for i in range(layers)
         ]

@@ -1,4 +1,4 @@
-"""The target: Qwen3 (dense) or Llama, returning the hidden states that the draft reads.
+"""The target: Qwen3, Qwen3-MoE or Llama, returning the hidden states that the draft reads.
 
 Parameters are one nested dict under Hugging Face's names and shapes:
 `params["layers_0"]["self_attn"]["q_proj"]["weight"]` is `[out, in]`, as in the checkpoint.
@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 
 from dflash_jax import array_typing as at
 from dflash_jax.cache import KVCache, write_keys_values
-from dflash_jax.config import TargetConfig, TransformerConfig
+from dflash_jax.config import MoeConfig, TargetConfig, TransformerConfig
+from dflash_jax.models.moe import SparseMLP
 from dflash_jax.ops.attention import attention
 from dflash_jax.ops.mask import causal_mask
 from dflash_jax.ops.norm import rms_norm
@@ -92,17 +93,22 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One pre-norm layer, in two halves around the attention that the caller computes."""
+    """One pre-norm layer, in two halves around the attention that the caller computes.
+
+    Attributes:
+        moe: The mixture that stands for the MLP, if the layer is sparse.
+    """
 
     config: TransformerConfig
     attention_type: type[Attention] = Attention
+    moe: MoeConfig | None = None
 
     def setup(self):
         c = self.config
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.self_attn = self.attention_type(c)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = MLP(c)
+        self.mlp = MLP(c) if self.moe is None else SparseMLP(self.moe, c.hidden_size)
 
     def project(
         self, x: at.Hidden, table: at.RopeTable
@@ -149,7 +155,7 @@ class Transformer(nn.Module):
     def setup(self):
         c = self.config
         self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
-        self.layers = [DecoderLayer(c) for _ in range(c.num_hidden_layers)]
+        self.layers = [DecoderLayer(c, moe=c.mixture(i)) for i in range(c.num_hidden_layers)]
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         if not c.tie_word_embeddings:
             self.lm_head = Embedding(c.vocab_size, c.hidden_size)
