@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import struct
+from frequencies import assert_does_not_follow, assert_follows
 
 from dflash_jax.cache import read_rows
 from dflash_jax.decode import RUNNING, Models, State, decode, prefill
@@ -23,7 +24,6 @@ from dflash_jax.sampling import (
     probabilities,
     sample,
 )
-from tests.frequencies import assert_does_not_follow, assert_follows
 
 V, ROWS, BATCHES, SIZE = 5, 20_000, 10, 16
 FILTERS = {

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from frequencies import assert_follows
 from safetensors.numpy import load_file
 
 from dflash_jax.acceptance import reject
@@ -22,7 +23,6 @@ from dflash_jax.sampling import (
     probabilities,
     sample,
 )
-from tests.frequencies import assert_follows
 
 GOLDEN = Path(__file__).parent / "golden/sampling/zlab_rejection"
 CASES = json.loads((GOLDEN / "case.json").read_text())["cases"]
