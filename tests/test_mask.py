@@ -65,8 +65,8 @@ TABLE = [
     ("speculators", 2, True, ("....",) * 4 + ("xxxx", "xxxx", *CAUSAL)),
     ("speculators", 2, False, ("....",) * 4 + ("xxxx", "xxxx", *ALL)),
     # Full layers know no rule.
-    ("zlab", None, True, ALL + ("xxxx", "xxxx") + CAUSAL),
-    ("speculators", None, False, ALL + ("xxxx", "xxxx") + ALL),
+    ("zlab", None, True, (*ALL, "xxxx", "xxxx", *CAUSAL)),
+    ("speculators", None, False, (*ALL, "xxxx", "xxxx", *ALL)),
 ]
 
 
