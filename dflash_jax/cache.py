@@ -116,6 +116,8 @@ def write_ring(
     buffer: at.KeyValues, rows: Float[Array, "B K T H"], start: at.Rows
 ) -> Float[Array, "B K S H"]:
     """`write_keys_values` at positions `[start, start + T)` of a ring: position p goes to slot `p % S`."""
+    if rows.shape[2] == 1 < buffer.shape[2]:
+        rows = jnp.concatenate([rows, rows], axis=2)
     T, S = rows.shape[2], buffer.shape[2]
     if T > S:
         raise ValueError(f"{T} rows do not fit into a ring of {S} slots")

@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -241,7 +241,7 @@ def read_draft_config(
     ids = target_layer_ids
     if not path.is_dir():
         raise ValueError(f"{path} is a file; a draft is a folder")
-    given = {"window_rule": window_rule, "sample_from_anchor": sample_from_anchor}
+    given: dict[str, Any] = {"window_rule": window_rule, "sample_from_anchor": sample_from_anchor}
     if not orbax.is_checkpoint(path):
         raw = hf.read_config(path)
         if not hf.is_draft(raw):

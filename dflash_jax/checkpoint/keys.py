@@ -150,19 +150,25 @@ def assemble_draft(
     params = assemble(others(), expected_shapes(config), source, dtype)
     _check_vocabulary(params, config, source)
     if masks:
-        ids = np.arange(config.draft_vocab_size) + np.asarray(params[_OFFSETS])
         told = np.flatnonzero(masks[0])
-        if masks[0].shape != (config.vocab_size,) or not np.array_equal(told, ids):
+        if masks[0].shape != (config.vocab_size,) or not np.array_equal(told, _target_ids(params)):
             raise ValueError(f"{source}: t2d and d2t name different ids")
     return params
 
 
-def _check_vocabulary(params: at.Params, config: TargetConfig | DraftConfig, source: object):
+def _target_ids(params: at.Params) -> np.ndarray:
+    """The target's id of each row of a reduced vocabulary's head."""
+    offsets = np.asarray(params[_OFFSETS])
+    return np.arange(len(offsets)) + offsets
+
+
+def _check_vocabulary(
+    params: at.Params, config: TargetConfig | DraftConfig, source: object
+) -> None:
     """Raises ValueError unless `d2t`, if there is one, names ascending ids of the target."""
     if not isinstance(config, DraftConfig) or config.draft_vocab_size is None:
         return
-    offsets = np.asarray(params[_OFFSETS])
-    ids = np.arange(len(offsets)) + offsets
+    ids = _target_ids(params)
     if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= config.vocab_size:
         raise ValueError(f"{source}: i + d2t[i] must be ascending ids in [0, {config.vocab_size})")
 

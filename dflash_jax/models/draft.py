@@ -56,7 +56,8 @@ class DFlashDraftModel(nn.Module):
 
     def _check_ring(self, cache: KVCache, count: int) -> None:
         """Raises ValueError if a write of `count` rows would cover positions in a block's window."""
-        if cache.ring is not None and cache.ring < ring_size(self.config, count):
+        needed = ring_size(self.config, count)
+        if cache.ring is not None and (needed is None or cache.ring < needed):
             raise ValueError(
                 f"a write of {count} rows needs more than the ring's {cache.ring} slots"
             )
@@ -155,6 +156,9 @@ def ring_size(config: DraftConfig, write: int) -> int | None:
     """Slots of a ring that keeps an all-sliding draft's window through writes of up to `write` rows.
 
     A write may leave rows past the committed length, at positions up to `length + write - 1`; each
-    covers the one a ring's length before it, which must be out of every block's window.
+    covers the one a ring's length before it, which must be out of every block's window. One row is
+    written as two (see `cache.write_keys_values`).
     """
-    return config.sliding_window + write if config.slides_everywhere else None
+    if config.sliding_window is None or not config.slides_everywhere:
+        return None
+    return config.sliding_window + max(write, 2)
