@@ -16,7 +16,7 @@ from dflash_jax import generate, load_draft, load_target
 from dflash_jax.adapters import DraftModel, TargetModel, bind
 from dflash_jax.cache import KVCache
 from dflash_jax.checkpoint import export, keys, orbax
-from dflash_jax.config import DraftConfig
+from dflash_jax.config import DFlash2, DraftConfig
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.pair import read_draft, read_draft_config
@@ -98,6 +98,16 @@ def test_a_draft_with_a_reduced_vocabulary_survives_orbax_but_not_the_flat_diale
     assert again.params["d2t"].dtype == jnp.int32
     with pytest.raises(ValueError, match="draft_vocab_size=96, own_head=True cannot be said"):
         export.save_draft(tmp_path / "flat", draft.config, draft.params)
+
+
+def test_a_layout_and_a_head_survive_orbax(tmp_path):
+    conv = DFlash2(conv_kernel_size=2, conv_group_size=16, selector_rank=4, selector_top_k=2)
+    config = dataclasses.replace(
+        DRAFT, layer_types=("sliding_attention", "full_attention"), sliding_window=5, is_causal=None,
+        window_rule="specforge", final_logit_softcapping=30.0, sample_from_anchor=True, head=conv,
+    )  # fmt: skip
+    orbax.save(tmp_path / "ours", "draft", config, random_params(config, 1))
+    assert orbax.read_header(tmp_path / "ours").config == config
 
 
 def test_a_head_and_a_table_in_the_checkpoint_are_the_drafts_own(golden, tmp_path):
