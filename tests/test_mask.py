@@ -1,6 +1,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from dflash_jax.ops.mask import block_masks, causal_mask, draft_mask
 
@@ -89,6 +90,57 @@ def test_each_trainers_window_rule_in_training(rule, window, causal, expected):
     # The other block sees the same, nine positions earlier.
     np.testing.assert_array_equal(far[0, :3, 1], matrix(*expected[3:6]))
     assert not far[0, 3:, 1].any()
+
+
+def dense(anchors, size, *layout):
+    """`block_masks` of one row as the trainers lay them out: `[A * Q, S + A * Q]`, queries first."""
+    far, near = block_masks(jnp.asarray(anchors[None], jnp.int32), size, 6, *layout)
+    far = np.broadcast_to(far[0], (size, len(anchors), 6)).transpose(1, 2, 0).reshape(-1, size)
+    return np.concatenate(
+        [far, np.kron(np.eye(len(anchors), dtype=bool), np.asarray(near).T)], axis=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("full", (None, False, "nemo")),
+        ("causal", (None, True, "nemo")),
+        ("sliding", (6, False, "nemo")),
+        ("sliding_small", (3, False, "nemo")),
+    ],
+)
+def test_nemos_own_masks(golden, name, layout):
+    arrays = load_file(golden / "training/nemo_masks/expected.safetensors")
+    for anchors, keep, expected in zip(arrays["anchors"], arrays["keep"], arrays[f"mask_{name}"]):
+        real = np.repeat(keep, 6)
+        np.testing.assert_array_equal(dense(anchors, 26, *layout)[real], expected[real])
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("full", (None, False, "specforge")), ("sliding", (6, True, "specforge"))],
+)
+def test_specforges_own_masks(golden, name, layout):
+    arrays = load_file(golden / "training/specforge_dflash/expected.safetensors")
+    for anchors, keep, expected in zip(arrays["anchors"], arrays["keep"], arrays[f"mask_{name}"]):
+        real = np.repeat(keep, 6)
+        np.testing.assert_array_equal(dense(anchors, 47, *layout)[real], expected[real])
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("full", (None, False, "speculators")),
+        ("sliding_causal", (6, True, "speculators")),
+        ("sliding_noncausal", (6, False, "speculators")),
+        ("sliding3_causal", (3, True, "speculators")),
+    ],
+)
+def test_speculators_own_masks(golden, name, layout):
+    arrays = load_file(golden / "training/speculators_masks/expected.safetensors")
+    expected = arrays[f"mask_single_{name}"]
+    np.testing.assert_array_equal(dense(arrays["anchors"], 30, *layout), expected)
 
 
 def test_a_ring_is_masked_by_the_positions_that_its_slots_hold():

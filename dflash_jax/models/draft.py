@@ -45,9 +45,12 @@ class DFlashDraftModel(nn.Module):
             self.param("d2t", lambda _, size: jnp.zeros((size,), jnp.int32), c.draft_vocab_size)
 
     def extend(self, context: at.Context, cache: KVCache) -> KVCache:
-        """Projects taps `[C * D, B, T]` to every layer's keys and values, at slots `[length, length + T)`.
+        """Projects taps `[C * D, B, T]` to every layer's keys and values, at positions `[length, length + T)`.
 
         The length stays: the caller commits as many of the rows as it keeps.
+
+        Raises:
+            ValueError: If a ring has no room for the window and T rows.
         """
         T = context.shape[2]
         self._check_ring(cache, T)
@@ -73,7 +76,8 @@ class DFlashDraftModel(nn.Module):
     def __call__(self, x: at.Hidden, cache: KVCache) -> tuple[at.Hidden, KVCache]:
         """Hidden states `[D, B, Q]` of block embeddings at positions `[cache.length, cache.length + Q)`.
 
-        Slot k's state, through the target's head, predicts the token at the anchor's position + k.
+        Slot k's state, through the head, predicts the token at the anchor's position + k, or + 1 + k
+        with `sample_from_anchor`.
         The block's keys and values are left behind the context as scratch; the length is unchanged.
         """
         c = self.config
