@@ -1,6 +1,7 @@
 """Converts a target or a draft, from Hugging Face or GGUF, to our Orbax form.
 
 python -m convert.hf_to_orbax SOURCE DEST [--dtype D] [--target-layer-ids 1,9,17|default]
+    [--window-rule zlab|nemo|specforge|speculators] [--sample-from-anchor | --no-sample-from-anchor]
 """
 
 import argparse
@@ -15,9 +16,12 @@ import jax
 
 from dflash_jax import pair
 from dflash_jax.checkpoint import hf, orbax
+from dflash_jax.config.draft import WINDOW_RULES
 
 
-def convert(source: str, destination: Path, dtype=None, target_layer_ids=None) -> str:
+def convert(
+    source: str, destination: Path, dtype=None, target_layer_ids=None, window_rule=None, sample_from_anchor=None
+) -> str:  # fmt: skip
     """Writes `source` to `destination`, and says what it was.
 
     Args:
@@ -25,6 +29,8 @@ def convert(source: str, destination: Path, dtype=None, target_layer_ids=None) -
         destination: Must not exist.
         dtype: None keeps each tensor's own.
         target_layer_ids: A draft's taps, if its config lacks them; or "default".
+        window_rule: Whose rule a draft's sliding layers were trained with, if not the dialect's own.
+        sample_from_anchor: Whether a draft's slot 0 is a proposal, if its config does not say.
 
     Raises:
         ValueError: For anything that is wrong with the source or the destination.
@@ -35,11 +41,16 @@ def convert(source: str, destination: Path, dtype=None, target_layer_ids=None) -
     if path.is_dir() and orbax.is_checkpoint(path):
         raise ValueError(f"{path} is in Orbax form already")
     if path.is_dir() and hf.is_draft(hf.read_config(path)):
-        draft = pair.read_draft(path, pair.read_draft_config(path, target_layer_ids), dtype)
+        config = pair.read_draft_config(
+            path, target_layer_ids, window_rule=window_rule, sample_from_anchor=sample_from_anchor
+        )
+        draft = pair.read_draft(path, config, dtype)
         orbax.save(destination, "draft", draft.config, draft.params)
         return "draft"
-    if target_layer_ids is not None:
-        raise ValueError(f"{path} is a target: --target-layer-ids is for drafts")
+    given = {"--target-layer-ids": target_layer_ids, "--window-rule": window_rule, "--sample-from-anchor": sample_from_anchor}  # fmt: skip
+    for option, value in given.items():
+        if value is not None:
+            raise ValueError(f"{path} is a target: {option} is for drafts")
     target = pair.read_target(path, dtype)
     with tempfile.TemporaryDirectory() as folder:
         if path.is_file():
@@ -71,13 +82,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("destination", metavar="DEST", type=Path, help="folder to make")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: as stored")
     parser.add_argument("--target-layer-ids", metavar="IDS", help="a draft's taps if its config lacks them: 1,9,17, or default for the formula")  # fmt: skip
+    parser.add_argument("--window-rule", choices=WINDOW_RULES, help="a draft's, if not its dialect's own")  # fmt: skip
+    parser.add_argument("--sample-from-anchor", action=argparse.BooleanOptionalAction, help="whether a draft's slot 0 is a proposal, if its config does not say")  # fmt: skip
     args = parser.parse_args(argv)
     jax.config.update(
         "jax_platforms", "cpu"
     )  # nothing is computed, and the model may not fit a device
     try:
         ids = None if args.target_layer_ids is None else layer_ids(args.target_layer_ids)
-        kind = convert(args.source, args.destination, args.dtype, ids)
+        kind = convert(
+            args.source,
+            args.destination,
+            args.dtype,
+            ids,
+            args.window_rule,
+            args.sample_from_anchor,
+        )
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from dflash_jax import array_typing as at
 from dflash_jax.cache import KVCache, read_rows
@@ -35,7 +36,7 @@ class TargetModel:
 
 @dataclasses.dataclass(frozen=True)
 class DraftModel:
-    """`decode.DraftFns` of a `DFlashDraftModel`, with the target's embedding and head.
+    """`decode.DraftFns` of a `DFlashDraftModel`, with the target's embedding and head where it has no own.
 
     `params["draft"]` and `params["target"]` are the two models' parameters.
     """
@@ -52,20 +53,59 @@ class DraftModel:
     ) -> tuple[Proposals, KVCache]:
         anchor = read_rows(text, pick.anchor, 1)[:, 0]
         logits, cache = self.block_logits(params, anchor, cache, block_size)
-        return pick(logits, 1), cache
+        return pick(logits, 1, self.target_ids(params)), cache
 
     def block_logits(
         self, params: Any, anchor: at.Rows, cache: KVCache, block_size: int
     ) -> tuple[at.Logits, KVCache]:
-        """Logits `[V, B, P]` of slots 1..Q-1; slot 0 is the anchor."""
-        masks = jnp.full(
-            (len(anchor), block_size - 1), self.module.config.mask_token_id, anchor.dtype
-        )
-        x = self.target.embed(params, jnp.concatenate([anchor[:, None], masks], axis=1))
-        x = x.astype(params["draft"]["fc"]["weight"].dtype)
+        """Logits `[V, B, P]` of the P = `block_size` - 1 tokens behind the anchor.
+
+        They are slots 1..P of the draft's block, or with `sample_from_anchor` its slots 0..P-1.
+        """
+        c = self.module.config
+        skip = 0 if c.sample_from_anchor else 1
+        masks = jnp.full((len(anchor), block_size - 2 + skip), c.mask_token_id, anchor.dtype)
+        x = self.embed(params, jnp.concatenate([anchor[:, None], masks], axis=1))
         hidden, cache = apply(self.module, params["draft"], x, cache)
-        hidden = hidden[:, :, 1:].astype(params["target"]["embed_tokens"]["weight"].dtype)
-        return self.target.logits(params, hidden), cache
+        return self.logits(params, hidden[:, :, skip:]), cache
+
+    def embed(self, params: Any, tokens: at.Tokens) -> at.Hidden:
+        """Scaled block embeddings `[D, B, T]` in the draft's dtype."""
+        c, dtype = self.module.config, params["draft"]["fc"]["weight"].dtype
+        if c.own_embedding:
+            x = apply(self.module, params["draft"], tokens, method="embed")
+        else:
+            x = self.target.embed(params, tokens)
+        if c.input_embedding_scale != 1:
+            x = x.astype(jnp.float32) * c.input_embedding_scale
+        return x.astype(dtype)
+
+    def logits(self, params: Any, hidden: at.Hidden) -> at.Logits:
+        """Float32 logits of the draft's hidden states, a row for each id that it can propose."""
+        c = self.module.config
+        if c.own_head:
+            logits = apply(self.module, params["draft"], hidden, method="logits")
+        else:
+            dtype = params["target"]["embed_tokens"]["weight"].dtype
+            logits = self.target.logits(params, hidden.astype(dtype))
+        return shape_logits(logits, c.output_multiplier, c.final_logit_softcapping)
+
+    def target_ids(self, params: Any) -> Int[Array, " V"] | None:
+        """The target's id of each row of a reduced vocabulary's head; None for the whole vocabulary."""
+        if self.module.config.draft_vocab_size is None:
+            return None
+        offset = params["draft"]["d2t"]
+        return offset + jnp.arange(len(offset), dtype=offset.dtype)
+
+
+def shape_logits(logits: at.Logits, multiplier: float, cap: float | None) -> at.Logits:
+    """A draft's `output_multiplier`, then its softcap.
+
+    Source: dflash 0.1.0 `DFlashDraftModel.compute_logits`.
+    """
+    if multiplier != 1:
+        logits = logits * multiplier
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def bind(
@@ -77,9 +117,10 @@ def bind(
     """The decoder's models and parameters of a pair; a block of one leaves nothing to draft.
 
     Raises:
-        ValueError: If `block_size` is not in [1, the draft's trained block size].
+        ValueError: If `block_size` is not in [1, what the draft was trained for], which is one more
+            than its own block where slot 0 is a proposal too.
     """
-    trained = 1 if draft is None else draft.config.block_size
+    trained = 1 if draft is None else draft.config.max_proposals + 1
     block_size = trained if block_size is None else block_size
     if not 1 <= block_size <= trained:
         why = "without a draft" if draft is None else "the draft's trained block size"

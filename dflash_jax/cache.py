@@ -1,20 +1,26 @@
 """A fixed-size key/value cache that is rewound by shortening it."""
 
 import functools
+from collections.abc import Sequence
 from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_jax import array_typing as at
+
+KeysValues = Sequence[tuple[at.KeyValues, at.KeyValues]]
 
 
 @no_type_check  # JAX rebuilds it around shapes and shardings too
 class KVCache(struct.PyTreeNode):
-    """Keys and values of every layer; slot and absolute position are the same number.
+    """Keys and values of every layer; slot and absolute position are the same number, unless it is a ring.
+
+    A ring stops growing at `ring` slots; from then on position p stands in slot `p % ring`, over the
+    one that left the window. It must have room for the window and one write.
 
     Models write rows at slots `[length, length + T)` and leave `length` alone: the decoder commits
     rows by lengthening the cache and rejects them by not doing so. Slots at or past `length` hold
@@ -23,12 +29,14 @@ class KVCache(struct.PyTreeNode):
     Attributes:
         k: Rotated keys, `[B, K, S, H]` a layer.
         v: Values, `[B, K, S, H]` a layer.
-        length: Live slots of each row, int32 `[B]`.
+        length: Live positions of each row, int32 `[B]`.
+        ring: Slots of a full ring; None if the cache holds every position.
     """
 
     k: tuple[Float[Array, "B K S H"], ...]
     v: tuple[Float[Array, "B K S H"], ...]
     length: at.Rows
+    ring: int | None = struct.field(pytree_node=False, default=None)
 
     @property
     def size(self) -> int:
@@ -36,16 +44,47 @@ class KVCache(struct.PyTreeNode):
 
     @classmethod
     def zeros(
-        cls, layers: int, batch: int, heads: int, size: int, width: int, dtype: DTypeLike
+        cls,
+        layers: int,
+        batch: int,
+        heads: int,
+        size: int,
+        width: int,
+        dtype: DTypeLike,
+        ring: int | None = None,
     ) -> "KVCache":
-        def empty():
-            return tuple(jnp.zeros((batch, heads, size, width), dtype) for _ in range(layers))
+        """An empty cache of `size` slots, or of `ring` if those are fewer."""
+        slots = size if ring is None else min(size, ring)
 
-        return cls(empty(), empty(), jnp.zeros((batch,), jnp.int32))
+        def empty():
+            return tuple(jnp.zeros((batch, heads, slots, width), dtype) for _ in range(layers))
+
+        return cls(empty(), empty(), jnp.zeros((batch,), jnp.int32), ring)
 
     def grow(self, size: int) -> "KVCache":
-        """The same content with `size` slots; one copy."""
+        """The same content with `size` slots; one copy. A full ring is left alone."""
+        size = size if self.ring is None else min(size, self.ring)
+        if size == self.size:
+            return self
         return self.replace(k=grow(self.k, size, axis=2), v=grow(self.v, size, axis=2))
+
+    def held(self, count: int) -> Int[Array, "B S"]:
+        """Position that each slot holds once `[length, length + count)` are written; negative for none."""
+        slot = jnp.arange(self.size, dtype=jnp.int32)[None]
+        newest = (self.length + (count - 1))[:, None]
+        return newest - (newest - slot) % self.size
+
+    def written(self, rows: KeysValues) -> "KVCache":
+        """The cache with every layer's `rows` at positions `[length, length + T)`; the length stays."""
+        k, v = zip(*(self.write(i, *pair) for i, pair in enumerate(rows)))
+        return self.replace(k=k, v=v)
+
+    def write(
+        self, layer: int, k: Float[Array, "B K T H"], v: Float[Array, "B K T H"]
+    ) -> tuple[at.KeyValues, at.KeyValues]:
+        """A layer's buffers with rows at positions `[length, length + T)`."""
+        put = write_keys_values if self.ring is None else write_ring
+        return put(self.k[layer], k, self.length), put(self.v[layer], v, self.length)
 
 
 def grow(tree, size: int, axis: int):
@@ -71,6 +110,23 @@ def write_keys_values(
     if rows.shape[2] == 1 < buffer.shape[2]:
         rows = jnp.concatenate([rows, rows], axis=2)
     return write_rows(buffer, rows, start, axis=2)
+
+
+def write_ring(
+    buffer: at.KeyValues, rows: Float[Array, "B K T H"], start: at.Rows
+) -> Float[Array, "B K S H"]:
+    """`write_keys_values` at positions `[start, start + T)` of a ring: position p goes to slot `p % S`."""
+    if rows.shape[2] == 1 < buffer.shape[2]:
+        rows = jnp.concatenate([rows, rows], axis=2)
+    T, S = rows.shape[2], buffer.shape[2]
+    if T > S:
+        raise ValueError(f"{T} rows do not fit into a ring of {S} slots")
+    slots = (start[:, None] + jnp.arange(T, dtype=start.dtype)[None]) % S
+    rows = rows.astype(buffer.dtype)
+    if len(buffer) == 1:
+        return buffer.at[:, :, slots[0]].set(rows, unique_indices=True)
+    put = jax.vmap(lambda b, r, s: b.at[:, s].set(r, unique_indices=True))
+    return put(buffer, rows, slots)
 
 
 def write_rows(

@@ -22,6 +22,7 @@ from dflash_jax.decode import (
     insert_rows,
     prefill,
 )
+from dflash_jax.models.draft import ring_size
 from dflash_jax.pair import Draft, Target
 from dflash_jax.sampling import RowSampling, Sampling
 
@@ -378,10 +379,13 @@ def _keys(key: jax.Array | None, prompts: int) -> jax.Array:
 
 
 def new_draft_cache(draft: Draft, rows: int, size: int) -> KVCache:
-    """An empty context cache in the draft's own shape and dtype."""
+    """An empty context cache in the draft's own shape and dtype; a ring if all its layers slide."""
     c = draft.config
     dtype = draft.params["fc"]["weight"].dtype
-    return KVCache.zeros(c.num_hidden_layers, rows, c.num_key_value_heads, size, c.head_dim, dtype)
+    ring = ring_size(c, max(PREFILL_CHUNK, c.max_proposals + 1))
+    return KVCache.zeros(
+        c.num_hidden_layers, rows, c.num_key_value_heads, size, c.head_dim, dtype, ring
+    )
 
 
 def row_sampling(sampling: Sequence[Sampling], keys: jax.Array | None, rows: int) -> RowSampling:

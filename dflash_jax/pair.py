@@ -4,7 +4,7 @@ import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from dflash_jax import array_typing as at
 from dflash_jax.checkpoint import gguf, hf, keys, orbax
 from dflash_jax.checkpoint.files import one_line
-from dflash_jax.config import DraftConfig, TargetConfig, build_target_layer_ids
+from dflash_jax.config import DraftConfig, TargetConfig, WindowRule, build_target_layer_ids
 
 EMBEDDED_DRAFT = Path(__file__).parent / "data" / "smollm2-draft"
 TargetLayerIds = Sequence[int] | Literal["default"] | None
@@ -73,6 +73,8 @@ def load_draft(
     target: Target,
     *,
     target_layer_ids: TargetLayerIds = None,
+    window_rule: WindowRule | None = None,
+    sample_from_anchor: bool | None = None,
     dtype: DTypeLike | None = None,
 ) -> Draft:
     """Loads a draft onto the first device, if it belongs to the target.
@@ -82,6 +84,8 @@ def load_draft(
             of the embedded target.
         target: Checked against, before the draft's tensors are read.
         target_layer_ids: Taps, for a config without them; "default" is the reference's formula.
+        window_rule: Whose rule the sliding layers were trained with, if not the dialect's own.
+        sample_from_anchor: Whether slot 0 is a proposal too, if the config does not say so.
         dtype: float32 or bfloat16; by default float32 on the CPU and bfloat16 elsewhere, whatever
             the target's.
 
@@ -92,7 +96,10 @@ def load_draft(
     if ref is None and not EMBEDDED_DRAFT.is_dir():
         raise ValueError(f"this installation has no embedded draft ({EMBEDDED_DRAFT}); name one")
     path = EMBEDDED_DRAFT if ref is None else hf.resolve(ref)
-    config = read_draft_config(path, target_layer_ids)
+    config = read_draft_config(
+        path, target_layer_ids, window_rule=window_rule, sample_from_anchor=sample_from_anchor,
+        num_target_layers=target.config.num_hidden_layers,
+    )  # fmt: skip
     check_pair(target.config, target.stop_token_ids, config, target.pad_token_id)
     return read_draft(path, config, dtype)
 
@@ -161,7 +168,7 @@ def check_pair(
     problems = [
         f"the draft's {name}={mine} is not the target's {other}={theirs}"
         for name, mine, other, theirs in sides
-        if mine != theirs
+        if mine not in (None, theirs)
     ]
     outside = [i for i in draft.target_layer_ids if i >= target.num_hidden_layers]
     if outside:
@@ -212,12 +219,21 @@ def read_target(path: Path, dtype: DTypeLike | None = None) -> Target:
     return Target(config, params, stop, path, raw.get("pad_token_id"))
 
 
-def read_draft_config(path: Path, target_layer_ids: TargetLayerIds = None) -> DraftConfig:
+def read_draft_config(
+    path: Path,
+    target_layer_ids: TargetLayerIds = None,
+    *,
+    window_rule: WindowRule | None = None,
+    sample_from_anchor: bool | None = None,
+    num_target_layers: int | None = None,
+) -> DraftConfig:
     """Reads a draft's config.
 
     Args:
         path: A folder.
         target_layer_ids: Taps that stand above the config's, or "default".
+        window_rule: Stands above the config's; so does `sample_from_anchor`.
+        num_target_layers: Of the target, if the config does not say.
 
     Raises:
         ValueError: If it is no draft, or its config is not understood.
@@ -225,20 +241,27 @@ def read_draft_config(path: Path, target_layer_ids: TargetLayerIds = None) -> Dr
     ids = target_layer_ids
     if not path.is_dir():
         raise ValueError(f"{path} is a file; a draft is a folder")
+    given: dict[str, Any] = {"window_rule": window_rule, "sample_from_anchor": sample_from_anchor}
     if not orbax.is_checkpoint(path):
         raw = hf.read_config(path)
         if not hf.is_draft(raw):
             raise ValueError(f"{path} is a target, not a draft")
         ids = tuple(ids) if ids is not None and ids != "default" else ids
-        return _named(path, DraftConfig.from_hf, raw, ids)
+        return _named(
+            path, DraftConfig.from_hf, raw, ids, **given, num_target_layers=num_target_layers
+        )
     config = orbax.read_header(path).config
     if not isinstance(config, DraftConfig):
         raise ValueError(f"{path} is a target, not a draft")
-    if ids is None:
-        return config
+    if config.num_target_layers is None:
+        given["num_target_layers"] = num_target_layers
     if ids == "default":
-        ids = build_target_layer_ids(config.num_target_layers, config.num_hidden_layers)
-    return dataclasses.replace(config, target_layer_ids=tuple(ids))
+        depth = config.num_target_layers or num_target_layers
+        if depth is None:
+            raise ValueError(f"{path}: the formula for target_layer_ids needs num_target_layers")
+        ids = build_target_layer_ids(depth, config.num_hidden_layers)
+    given["target_layer_ids"] = None if ids is None else tuple(ids)
+    return dataclasses.replace(config, **{k: v for k, v in given.items() if v is not None})
 
 
 def read_draft(path: Path, config: DraftConfig, dtype: DTypeLike | None = None) -> Draft:
@@ -250,14 +273,14 @@ def read_draft(path: Path, config: DraftConfig, dtype: DTypeLike | None = None) 
     """
     if orbax.is_checkpoint(path):
         return Draft(config, orbax.load_params(path, config, dtype), path)
-    shapes = keys.expected_shapes(config)
-    return Draft(config, keys.assemble(hf.read_tensors(path), shapes, path, dtype), path)
+    config = keys.own_tensors(config, hf.read_names(path))
+    return Draft(config, keys.assemble_draft(hf.read_tensors(path), config, path, dtype), path)
 
 
-def _named(path: Path, build, *args):
+def _named(path: Path, build, *args, **options):
     """Puts the checkpoint's name before the errors of its config."""
     try:
-        return build(*args)
+        return build(*args, **options)
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from e
     except (TypeError, KeyError, AttributeError) as e:

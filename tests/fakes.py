@@ -43,6 +43,8 @@ def random_params(config: TargetConfig | DraftConfig, seed: int, dtype=jnp.float
     rng = np.random.default_rng(seed)
 
     def draw(path, shape):
+        if path == "d2t":
+            return jnp.zeros(shape, jnp.int32)
         x = rng.standard_normal(shape)
         if len(shape) == 1:
             x = 0.2 * x + (0.0 if path.endswith("bias") else 1.0)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dflash_jax.ops import attention as ops
-from dflash_jax.ops.mask import causal_mask
+from dflash_jax.ops.mask import block_masks, causal_mask
 
 B, K, G, H, S, T = 2, 2, 3, 8, 13, 4
 N = K * G
@@ -91,7 +91,8 @@ def test_blocks_attend_like_single_blocks_with_an_explicit_mask(anchors):
     q, own = draw(6, N, H, B, blocks * size), [draw(s, B, K, blocks * size, H) for s in (7, 8)]
     context = [draw(s, B, K, S, H) for s in (9, 10)]
     anchors = jnp.asarray(anchors, jnp.int32)
-    out = jax.jit(ops.block_attention)(q, *own, *context, anchors)
+    masks = block_masks(anchors, S, size)
+    out = jax.jit(ops.block_attention)(q, *own, *context, *masks)
 
     slot = np.arange(S + blocks * size)[None, :, None]
     query = np.arange(blocks * size)[None, None]
@@ -107,14 +108,14 @@ def test_a_block_reads_its_context_strictly_before_the_anchor_and_its_own_block(
     blocks, size, anchor = 2, 4, 6
     q, own = draw(6, N, H, 1, blocks * size), [draw(s, 1, K, blocks * size, H) for s in (7, 8)]
     context = [draw(s, 1, K, S, H) for s in (9, 10)]
-    anchors = jnp.asarray([[anchor, 9]], jnp.int32)
+    masks = block_masks(jnp.asarray([[anchor, 9]], jnp.int32), S, size)
 
     @functools.partial(jax.jit, static_argnums=3)
     def sensitivity(own_v, context_v, q, slot):
         """How much each value row moves the output of one slot of block 0."""
 
         def output(own_v, context_v):
-            out = ops.block_attention(q, own[0], own_v, context[0], context_v, anchors)
+            out = ops.block_attention(q, own[0], own_v, context[0], context_v, *masks)
             return jnp.abs(out[:, 0, slot]).sum()
 
         return jax.grad(output, argnums=(0, 1))(own_v, context_v)

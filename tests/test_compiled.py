@@ -12,17 +12,22 @@ from dflash_jax.adapters import bind
 from dflash_jax.cache import KVCache
 from dflash_jax.checkpoint import keys
 from dflash_jax.decode import decode, prefill
-from dflash_jax.generation import generate, new_draft_cache, new_state
+from dflash_jax.generation import PREFILL_CHUNK, generate, new_draft_cache, new_state
 from dflash_jax.pair import Draft, Target
 
 SIZE = 256
 LENGTHS = (5, 17, 63, 64, 65, 99, 119, 120)
 
 
+RING = dataclasses.replace(
+    DRAFT, layer_types=("sliding_attention",) * 2, sliding_window=50, num_key_value_heads=2
+)
+
+
 @functools.cache
-def compiled(rows, block_size):
+def compiled(rows, block_size, config=DRAFT):
     """`decode` for these shapes; blocks of one are plain decoding."""
-    draft = None if block_size == 1 else random_draft()
+    draft = None if block_size == 1 else random_draft(config)
     decoder = Decoder(random_target(), draft, block_size)
     state = new_state(decoder.target, [[1]] * rows, [1] * rows, (), SIZE)
     if draft is not None:
@@ -47,14 +52,27 @@ def squeezed(shape):
 SHAPES = [(1, 1), (8, 1), (1, 8), (8, 8)]
 
 
-@pytest.mark.parametrize(("rows", "block_size"), SHAPES)
-def test_a_round_copies_no_cache(rows, block_size):
-    program, state = compiled(rows, block_size)
+def check_copies(program, state, kinds):
     caches = {squeezed(x.shape) for x in jax.tree.leaves((state.target, state.draft)) if x.ndim > 1}
-    assert len(caches) == (1 if block_size == 1 else 2)
+    assert len(caches) == kinds
     copies = [(s, line) for s, line in instructions(program.as_text(), "copy")]
     found = [line for shape, line in copies if squeezed(shape) in caches]
     assert not found, f"{len(found)} copies, as {found[0]}"
+
+
+@pytest.mark.parametrize(("rows", "block_size"), SHAPES)
+def test_a_round_copies_no_cache(rows, block_size):
+    check_copies(*compiled(rows, block_size), kinds=1 if block_size == 1 else 2)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_round_copies_no_ring(rows):
+    program, state = compiled(rows, 8, RING)
+    assert state.draft.size == 50 + PREFILL_CHUNK < SIZE
+    check_copies(program, state, kinds=2)
+    size = sum(x.nbytes for x in jax.tree.leaves((state.target, state.draft)))
+    assert program.memory_analysis().temp_size_in_bytes < size
+    assert program.memory_analysis().alias_size_in_bytes >= size
 
 
 @pytest.mark.parametrize(("rows", "block_size"), SHAPES)

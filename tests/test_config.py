@@ -102,16 +102,10 @@ def test_draft_values_out_of_bounds_are_an_error(name, value):
         DraftConfig.from_hf(nested(**{name: value}))
 
 
-@pytest.mark.parametrize("name", ["input_embedding_scale", "conv_kernel_size"])
+@pytest.mark.parametrize("name", ["attention_sink_bias", "use_aux_hidden_state"])
 def test_a_draft_knob_that_is_not_understood_is_an_error(name):
     with pytest.raises(ValueError, match=rf"dflash_config\.{name}"):
         DraftConfig.from_hf(nested(**{name: 2}))
-
-
-@pytest.mark.parametrize("change", [{"is_causal": True}, {"layer_types": ["sliding_attention", "full_attention"]}])  # fmt: skip
-def test_causal_and_sliding_drafts_are_refused_for_now(change):
-    with pytest.raises(ValueError, match="not supported"):
-        DraftConfig.from_hf({**DRAFT, "use_sliding_window": True, "sliding_window": 4, **change})
 
 
 @pytest.mark.parametrize(

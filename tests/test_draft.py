@@ -16,7 +16,14 @@ from dflash_jax.generation import new_draft_cache
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.models.transformer import Transformer
 
-CASES = ["dflash_full", "dflash_headdim", "dflash_old_layout", "dflash_default_ids"]
+CASES = [
+    "dflash_full", "dflash_headdim", "dflash_old_layout", "dflash_default_ids", "dflash_sliding_causal",
+    "dflash_sliding_bidirectional", "dflash_mixed", "dflash_all_causal", "dflash_yarn", "dflash_softcap",
+]  # fmt: skip
+DECODED = [*CASES, "speculators_full", "speculators_reduced_vocab"]
+TRAINED = [
+    "speculators_full", "speculators_reduced_vocab", "speculators_sliding_causal", "speculators_sliding_noncausal",
+]  # fmt: skip
 SLOTS = 48
 CONTEXT = 11
 
@@ -47,6 +54,16 @@ def case(request, golden):
     return load_case(golden, request.param)
 
 
+@pytest.fixture(params=DECODED)
+def decoded(request, golden):
+    return load_case(golden, request.param)
+
+
+@pytest.fixture(params=TRAINED)
+def trained(request, golden):
+    return load_case(golden, request.param)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def extend(module, params, context, cache):
     """Writes and commits context rows `[T, C * D]` of one row."""
@@ -61,14 +78,21 @@ def block(module, params, embeddings, cache):
     return hidden[:, 0].T, cache
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def head(module, params, hidden):
-    return module.apply({"params": params}, hidden.T[:, None], method="logits")[:, 0].T
+def bound(case):
+    """The draft's functions, and the pair's parameters."""
+    c = case.draft.config
+    fns = DraftModel(DFlashDraftModel(c), TargetModel(Transformer(case.target.config)))
+    return fns, {"target": case.target.params, "draft": case.draft.params}
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def embed(module, params, ids):
-    return module.apply({"params": params}, ids[None], method="embed")[:, 0].T
+def head(fns, params, hidden):
+    return fns.logits(params, hidden.T[:, None])[:, 0].T
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def embed(fns, params, ids):
+    return fns.embed(params, ids[None])[:, 0].T
 
 
 # Parity with the reference
@@ -82,7 +106,7 @@ def test_the_config_resolves_like_the_references(case):
 
 def test_two_rounds_on_one_cache_equal_the_references(case):
     module, params = DFlashDraftModel(case.draft.config), case.draft.params
-    target = Transformer(case.target.config)
+    fns, both = bound(case)
     for j in range(2):
         cache = new_draft_cache(case.draft, 1, SLOTS)
         for prefix in (f"in{j}_", f"in{j}_round2_"):
@@ -92,13 +116,13 @@ def test_two_rounds_on_one_cache_equal_the_references(case):
             }
             ids = arrays["block_ids"]
             assert ids[1:].tolist() == [case.draft.config.mask_token_id] * (len(ids) - 1)
-            embedded = embed(target, case.target.params, jnp.asarray(ids, jnp.int32))
+            embedded = embed(fns, both, jnp.asarray(ids, jnp.int32))
             case.close(embedded, arrays["noise_embedding"], "hidden")
             cache = extend(module, params, arrays["features"], cache)
             assert int(cache.length[0]) == case.expected[prefix + "position_ids"][-len(ids)]
             hidden, cache = block(module, params, embedded, cache)
             case.close(hidden, arrays["hidden"], "hidden")
-            case.close(head(target, case.target.params, hidden), arrays["logits"], "logits")
+            case.close(head(fns, both, hidden), arrays["logits"], "logits")
         case.close(hidden, case.expected[f"in{j}_round2_uncached_hidden"], "hidden")
 
 
@@ -142,12 +166,41 @@ def names_of_runs(case, *kinds):
     return [f"{kind}_p{i}" for kind in kinds for i in range(2) if f"{kind}_p{i}" in runs]
 
 
-def test_generation_equals_the_references(case):
-    for name in names_of_runs(case, "gen"):
-        check_run(case, name)
+def test_a_forward_over_many_blocks_equals_speculators(trained):
+    """Their training forward, on the anchors that are real."""
+    case, c = trained, trained.draft.config
+    fns, params = bound(case)
+    run = jax.jit(functools.partial(fns.module.apply, method="blocks"))
+    for i in range(2):
+        arrays = {
+            name: case.expected[f"in{i}_{name}"]
+            for name in ("features", "input_ids", "anchors", "anchor_valid", "hidden", "logits")
+        }
+        anchors, real = arrays["anchors"], np.repeat(arrays["anchor_valid"], c.block_size)
+        ids = np.full((len(anchors), c.block_size), c.mask_token_id, np.int32)
+        ids[:, 0] = arrays["input_ids"][anchors]
+        x = fns.embed(params, jnp.asarray(ids.reshape(1, -1)))
+        context = jnp.asarray(arrays["features"].T[:, None])
+        positions = jnp.asarray(anchors[None], jnp.int32)
+        hidden = run({"params": params["draft"]}, x, context, positions)
+        case.close(hidden[:, 0].T[real], arrays["hidden"][real], "hidden")
+        logits = fns.logits(params, hidden)[:, 0].T
+        case.close(logits[real], arrays["logits"][real], "logits_targets")
+        ids = fns.target_ids(params)
+        best = np.asarray(logits).argmax(axis=1)
+        best = best if ids is None else np.asarray(ids)[best]
+        expected = case.expected[f"in{i}_greedy_target_ids"].reshape(-1)
+        slot = np.tile(np.arange(c.block_size), len(anchors))
+        np.testing.assert_array_equal(best[real & (slot > 0)], expected[real & (slot > 0)])
 
 
-def test_short_and_stopped_generations_equal_the_references(case):
+def test_generation_equals_the_references(decoded):
+    for name in names_of_runs(decoded, "gen"):
+        check_run(decoded, name)
+
+
+def test_short_and_stopped_generations_equal_the_references(decoded):
+    case = decoded
     kinds = ("gen_max1", "gen_max2", "gen_max5", "gen_stop", "gen_stopfirst")
     names = names_of_runs(case, *kinds)
     assert len(names) == 10
@@ -164,6 +217,11 @@ def test_short_and_stopped_generations_equal_the_references(case):
         ("dflash_headdim", 4),
         ("dflash_old_layout", 2),
         ("dflash_default_ids", 2),
+        ("dflash_sliding_bidirectional", 4),
+        ("dflash_mixed", 4),
+        ("dflash_all_causal", 2),
+        ("dflash_softcap", 4),
+        ("speculators_reduced_vocab", 4),
     ],
 )
 def test_smaller_blocks_generate_like_the_references(golden, name, block_size):

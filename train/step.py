@@ -9,6 +9,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.config import DraftConfig
 from dflash_jax.models import apply
 from dflash_jax.models.draft import DFlashDraftModel
 from train.anchors import block_labels
@@ -53,6 +54,17 @@ class Blocks(struct.PyTreeNode):
     real: Bool[Array, "B A"]
 
 
+def check_trainable(config: DraftConfig) -> None:
+    """Raises ValueError for a draft whose logits or labels the objectives here would get wrong."""
+    plain = {
+        "output_multiplier": 1.0, "final_logit_softcapping": None, "sample_from_anchor": False, "own_head": False,
+        "own_embedding": False, "head": None,
+    }  # fmt: skip
+    others = [f"{k}={getattr(config, k)!r}" for k, v in plain.items() if getattr(config, k) != v]
+    if others:
+        raise ValueError(f"drafts with {', '.join(others)} cannot be trained or evaluated yet")
+
+
 def block_hidden(
     module: DFlashDraftModel,
     params: Any,
@@ -60,11 +72,16 @@ def block_hidden(
     feature_scale: Float[Array, " CD"],
     blocks: Blocks,
 ) -> Float[Array, "D B T"]:
-    """The draft's hidden states `[D, B, A * Q]` of every block."""
+    """The draft's hidden states `[D, B, A * Q]` of every block.
+
+    Raises:
+        ValueError: For a draft with knobs that only decoding knows.
+    """
+    check_trainable(module.config)
     B, A, Q = blocks.labels.shape
     masks = jnp.full((B, A, Q - 1), module.config.mask_token_id, jnp.int32)
     ids = jnp.concatenate([blocks.anchor_tokens[:, :, None], masks], axis=2).reshape(B, A * Q)
-    x = embedding[ids].transpose(2, 0, 1)
+    x = embedding[ids].transpose(2, 0, 1) * module.config.input_embedding_scale
     context = (blocks.features.astype(jnp.float32) * feature_scale[None, None]).transpose(2, 0, 1)
     return apply(module, params, x, context, blocks.anchors, method="blocks")
 

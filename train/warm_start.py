@@ -50,16 +50,17 @@ def warm_start(
     Raises:
         ValueError: If the draft's layers have another shape than the target's.
     """
-    if config.num_hidden_layers > config.num_target_layers:
+    depth, of_target = config.num_hidden_layers, sum(name.startswith("layers_") for name in target)
+    if depth > of_target:
         raise ValueError(
-            f"a warm start of {config.num_hidden_layers=} layers needs as many of the target's {config.num_target_layers}"
+            f"a warm start of {config.num_hidden_layers=} layers needs as many of the target's {of_target}"
         )
     started: dict[str, Any] = dict(params)
-    depth, D = config.num_hidden_layers, config.hidden_size
+    D = config.hidden_size
     last_tap = np.concatenate([e.features[1:-1, -D:] for e in examples[:16]]).astype(np.float32)
     unit = last_tap / np.sqrt(np.mean(np.square(last_tap), axis=1, keepdims=True))
     for i in range(depth):
-        source = target[f"layers_{config.num_target_layers - depth + i}"]
+        source = target[f"layers_{of_target - depth + i}"]
         layer = dict(started[f"layers_{i}"])
         norm = source["input_layernorm"]["weight"]
         attention = dict(layer["self_attn"])

@@ -69,7 +69,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 def is_draft(config: Mapping[str, Any]) -> bool:
     """Whether a `config.json` is a draft's."""
     names = config.get("architectures") or ()
-    return "dflash_config" in config or any("DFlash" in str(name) for name in names)
+    return any(key in config for key in ("dflash_config", "speculators_model_type")) or any(
+        family in str(name) for name in names for family in ("DFlash", "Domino", "DSpark")
+    )
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -97,6 +99,20 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
             )
 
 
+def read_names(folder: Path) -> frozenset[str]:
+    """Names of the folder's tensors, without their values.
+
+    Raises:
+        ValueError: As `read_tensors`.
+    """
+    if (folder / _WEIGHTS).is_file():
+        with contextlib.ExitStack() as stack:
+            return frozenset(_open(stack, folder / _WEIGHTS)[1])
+    if not (folder / _INDEX).is_file():
+        raise ValueError(f"{folder} has neither {_WEIGHTS} nor {_INDEX}")
+    return frozenset().union(*_read_index(folder / _INDEX).values())
+
+
 def _read_index(path: Path) -> dict[str, set[str]]:
     """Tensor names of each shard."""
     weight_map = read_json(path).get("weight_map")
@@ -110,22 +126,29 @@ def _read_index(path: Path) -> dict[str, set[str]]:
     return shards
 
 
-def _read_file(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    def broken(e):
-        return ValueError(f"{path} is truncated or corrupt: {one_line(e)}")
+def _broken(path: Path, e: Exception) -> ValueError:
+    return ValueError(f"{path} is truncated or corrupt: {one_line(e)}")
 
+
+def _open(stack: contextlib.ExitStack, path: Path) -> tuple[Any, list[str]]:
+    """An open file, and the names in it."""
+    try:
+        file = stack.enter_context(safetensors.safe_open(path, framework="np"))
+        return file, list(file.keys())
+    except (safetensors.SafetensorError, OSError) as e:
+        raise _broken(path, e) from e
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(safetensors.safe_open(path, framework="np"))
-            # The experts of one projection one after another, so that they can be stacked.
-            names = sorted(file.keys(), key=lambda n: _EXPERT.sub(r".experts.\2.\1", n))
-        except (safetensors.SafetensorError, OSError) as e:
-            raise broken(e) from e
+        file, names = _open(stack, path)
+        # The experts of one projection one after another, so that they can be stacked.
+        names = sorted(names, key=lambda n: _EXPERT.sub(r".experts.\2.\1", n))
         for name in names:
             try:
                 value = file.get_tensor(name)
             except (safetensors.SafetensorError, TypeError, AttributeError) as e:
-                raise broken(e) from e
+                raise _broken(path, e) from e
             yield name, value
 
 

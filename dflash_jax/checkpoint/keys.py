@@ -26,13 +26,20 @@ from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.models.transformer import Transformer
 
 _EMBEDDING, _HEAD = "embed_tokens/weight", "lm_head/weight"
+_OFFSETS = "d2t"  # the one leaf of integers
 _BUFFER = "rotary_emb.inv_freq"  # follows from the config
 _FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 def path_of(name: str) -> str:
-    """Our path of a Hugging Face tensor name, with or without the `model.` prefix."""
-    return re.sub(r"^layers\.(\d+)\.", r"layers_\1.", name.removeprefix("model.")).replace(".", "/")
+    """Our path of a Hugging Face tensor name, with or without the `model.` prefix.
+
+    Drafts' dialects: z-lab's own `save_pretrained` puts `.weight` behind a codebook's name, and older
+    SpecForge `logit_head.` before a head's.
+    """
+    name = name.removeprefix("model.").removeprefix("logit_head.")
+    name = name.removesuffix(".weight") if name.endswith("_codebook.weight") else name
+    return re.sub(r"^layers\.(\d+)\.", r"layers_\1.", name).replace(".", "/")
 
 
 def name_of(path: str, prefix: str = "") -> str:
@@ -71,7 +78,7 @@ def expected_shapes(config: TargetConfig | DraftConfig) -> Mapping[str, tuple[in
         anchors = jnp.zeros((1, 1), jnp.int32)
         draft = DFlashDraftModel(config)
         tree = jax.eval_shape(
-            lambda k: draft.init(k, x, context, anchors, method="blocks")["params"], key
+            lambda k: draft.init(k, x, context, anchors, method="initialise")["params"], key
         )
     else:
         heads, width = config.num_key_value_heads, config.head_dim
@@ -115,13 +122,68 @@ def assemble(
     for name, value in split_fused(tensors):
         path = path_of(name)
         if not name.endswith(_BUFFER) and audit.accepts(name, path, value):
-            value = value if dtype is None else value.astype(dtype, copy=False)
-            whole = stacks.add(path, value)
+            kept = np.int32 if path == _OFFSETS else value.dtype if dtype is None else dtype
+            whole = stacks.add(path, value.astype(kept, copy=False))
             if whole is not None:
                 leaves[whole[0]] = jnp.asarray(whole[1])
-    prefix = "model." if _EMBEDDING in expected else ""
+    prefix = "" if "fc/weight" in expected else "model."
     audit.finish(source, lambda path: name_of(path, prefix))
     return nest({path: leaves[path] for path in expected})
+
+
+def assemble_draft(
+    tensors: Iterable[tuple[str, np.ndarray]],
+    config: DraftConfig,
+    source: object,
+    dtype: DTypeLike | None = None,
+) -> at.Params:
+    """`assemble` for a draft; a reduced vocabulary's `t2d` must say the same as `d2t`, and is dropped.
+
+    Raises:
+        ValueError: As `assemble`, and for a `d2t` that names no ascending target ids.
+    """
+    masks: list[np.ndarray] = []
+
+    def others():
+        for name, value in tensors:
+            if config.draft_vocab_size is not None and path_of(name) == "t2d":
+                masks.append(value)
+            else:
+                yield name, value
+
+    params = assemble(others(), expected_shapes(config), source, dtype)
+    _check_vocabulary(params, config, source)
+    if masks:
+        told = np.flatnonzero(masks[0])
+        if masks[0].shape != (config.vocab_size,) or not np.array_equal(told, _target_ids(params)):
+            raise ValueError(f"{source}: t2d and d2t name different ids")
+    return params
+
+
+def _target_ids(params: at.Params) -> np.ndarray:
+    """The target's id of each row of a reduced vocabulary's head."""
+    offsets = np.asarray(params[_OFFSETS])
+    return np.arange(len(offsets)) + offsets
+
+
+def _check_vocabulary(
+    params: at.Params, config: TargetConfig | DraftConfig, source: object
+) -> None:
+    """Raises ValueError unless `d2t`, if there is one, names ascending ids of the target."""
+    if not isinstance(config, DraftConfig) or config.draft_vocab_size is None:
+        return
+    ids = _target_ids(params)
+    if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= config.vocab_size:
+        raise ValueError(f"{source}: i + d2t[i] must be ascending ids in [0, {config.vocab_size})")
+
+
+def own_tensors(config: DraftConfig, names: Iterable[str]) -> DraftConfig:
+    """The config with `own_head` and `own_embedding` as a checkpoint's tensor names have it.
+
+    Never by comparing sizes: a head of the target's size may be the draft's own.
+    """
+    paths = {path_of(name) for name in names}
+    return dataclasses.replace(config, own_head=_HEAD in paths, own_embedding=_EMBEDDING in paths)
 
 
 def check_params(params: at.Params, config: TargetConfig | DraftConfig, source: object) -> None:
@@ -130,6 +192,7 @@ def check_params(params: at.Params, config: TargetConfig | DraftConfig, source: 
     for path, value in flatten(params).items():
         audit.accepts(path, path, value)
     audit.finish(source)
+    _check_vocabulary(params, config, source)
 
 
 def check_shapes(
@@ -168,7 +231,7 @@ class _Audit:
                 return False
         if not self.fits(name, path, value.shape):
             return False
-        fault = _fault(value)
+        fault = _integer_fault(value) if path == _OFFSETS else _fault(value)
         if fault:
             self.problems.append(f"{name} {list(value.shape)} {fault}")
         return not fault
@@ -209,6 +272,13 @@ def _fault(value: Any) -> str | None:
         return "holds NaN or infinities"
     if value.ndim > 1 and not value.any():
         return "is all zeros, so it was never initialised"
+    return None
+
+
+def _integer_fault(value: Any) -> str | None:
+    """What makes an array unusable as ids."""
+    if value.dtype not in (np.int32, np.int64):
+        return f"holds {value.dtype}, not integers"
     return None
 
 

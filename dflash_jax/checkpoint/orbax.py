@@ -15,15 +15,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dflash_jax import array_typing as at
 from dflash_jax.checkpoint import keys
 from dflash_jax.checkpoint.files import atomic_folder, one_line, read_json, write_json
-from dflash_jax.config import DraftConfig, MoeConfig, RopeConfig, TargetConfig
+from dflash_jax.config import (
+    DFlash2,
+    Domino,
+    DraftConfig,
+    DSpark,
+    MoeConfig,
+    RopeConfig,
+    TargetConfig,
+)
 
 _FORMAT, _VERSION = "dflash-jax", 1
 _CONFIGS = {"target": TargetConfig, "draft": DraftConfig}
+_HEADS = {cls.__name__: cls for cls in (DFlash2, Domino, DSpark)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +90,7 @@ def save(
                 "format": _FORMAT,
                 "version": _VERSION,
                 "kind": kind,
-                "config": dataclasses.asdict(config),
+                "config": _plain(config),
                 "stop_token_ids": list(stop_token_ids),
                 "pad_token_id": pad_token_id,
             },
@@ -109,11 +119,14 @@ def read_header(directory: Path) -> Header:
     if kind not in _CONFIGS:
         raise ValueError(f"{path}: kind={kind!r} must be one of {sorted(_CONFIGS)}")
     try:
-        fields = value["config"]
-        nested = {"rope": _build(RopeConfig, fields["rope"])}
+        fields = dict(value["config"])
+        given: dict[str, Any] = {"rope": _build(RopeConfig, fields["rope"])}
         if fields.get("moe") is not None:
-            nested["moe"] = _build(MoeConfig, fields["moe"])
-        config = _build(_CONFIGS[kind], fields, **nested)
+            given["moe"] = _build(MoeConfig, fields["moe"])
+        if fields.get("head") is not None:
+            head = dict(fields["head"])
+            given["head"] = _build(_HEADS[head.pop("type")], head)
+        config = _build(_CONFIGS[kind], fields, **given)
         stop, pad = tuple(value["stop_token_ids"]), value.get("pad_token_id")
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError(f"{path} is not a complete config: {one_line(e)}") from e
@@ -151,9 +164,7 @@ def load_params(
     keys.check_shapes(shapes, keys.expected_shapes(config), directory)
     abstract: Any = keys.nest(
         {
-            path: jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype if dtype is None else dtype, sharding=device
-            )
+            path: jax.ShapeDtypeStruct(leaf.shape, _kept(leaf.dtype, dtype), sharding=device)
             for path, leaf in stored.items()
         }
     )
@@ -170,6 +181,19 @@ def _readable(folder: Path) -> Generator[None]:
         yield
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{folder} is not a readable Orbax checkpoint: {one_line(e)}") from e
+
+
+def _kept(stored: DTypeLike, wanted: DTypeLike | None) -> DTypeLike:
+    """The dtype to load a leaf in: ids stay integers."""
+    return stored if wanted is None or jnp.issubdtype(stored, jnp.integer) else wanted
+
+
+def _plain(config: TargetConfig | DraftConfig) -> dict[str, Any]:
+    """A config as JSON; a head names its type."""
+    fields = dataclasses.asdict(config)
+    if fields.get("head") is not None and isinstance(config, DraftConfig):
+        fields["head"]["type"] = type(config.head).__name__
+    return fields
 
 
 def _build(cls: type, fields: Mapping[str, Any], **given: Any) -> Any:

@@ -4,7 +4,12 @@
 every key that it neither uses nor knows to be harmless.
 """
 
-from dflash_jax.config.draft import DraftConfig, build_target_layer_ids, check_target_layer_ids
+from dflash_jax.config.draft import (
+    DraftConfig,
+    WindowRule,
+    build_target_layer_ids,
+    check_target_layer_ids,
+)
 from dflash_jax.config.heads import DFlash2, Domino, DSpark, Head
 from dflash_jax.config.moe import MoeConfig
 from dflash_jax.config.rope import RopeConfig
@@ -20,6 +25,7 @@ __all__ = [
     "RopeConfig",
     "TargetConfig",
     "TransformerConfig",
+    "WindowRule",
     "build_target_layer_ids",
     "check_target_layer_ids",
 ]

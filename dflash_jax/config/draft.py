@@ -1,18 +1,16 @@
-"""A DFlash draft's config, and the dialects it is written in."""
+"""A DFlash draft's config, and the dialect it is written in."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from dflash_jax.config.heads import Head
+from dflash_jax.config.dialects import is_nested, read_flat, read_nested
+from dflash_jax.config.heads import DFlash2, Domino, Head
 from dflash_jax.config.rope import RopeConfig
-from dflash_jax.config.transformer import (
-    USED_KEYS,
-    TransformerConfig,
-    refuse_unknown,
-    require_integer,
-    shape_from_hf,
-)
+from dflash_jax.config.transformer import TransformerConfig, require_integer
+
+WindowRule = Literal["zlab", "nemo", "specforge", "speculators"]
+WINDOW_RULES: tuple[WindowRule, ...] = ("zlab", "nemo", "specforge", "speculators")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,21 +18,42 @@ class DraftConfig(TransformerConfig):
     """A DFlash draft.
 
     Attributes:
-        block_size: Q, the anchor and Q - 1 proposals.
+        block_size: Q, the anchor and Q - 1 proposals; Q proposals with `sample_from_anchor`.
         mask_token_id: Id that fills the block's other slots.
         target_layer_ids: Taps: id i is the hidden state after the target's decoder layer i.
-        num_target_layers: Decoder layers of the target that it was trained for.
+        num_target_layers: Decoder layers of the target that it was trained for; None if not told.
         last_tap: What a tap on the target's last layer means: the state after its final norm, as Hugging
             Face's `hidden_states[-1]`, or before it, as serving engines have it.
         head: What turns the hidden states into proposals; None is the target's head alone.
+        is_causal: Whether a block's slots see only the slots before them. None: in sliding layers they
+            do (not under NeMo's rule) and in full layers not; where all layers are of one kind it becomes
+            the bool that this is.
+        window_rule: Whose rule sliding layers follow, named after the trainer; see `ops.mask`.
+        input_embedding_scale: Multiplies the block's embeddings.
+        output_multiplier: Multiplies the logits.
+        final_logit_softcapping: Then caps them, as `c * tanh(logits / c)`.
+        sample_from_anchor: Slot k predicts the token at the anchor's position + 1 + k, not + k.
+        draft_vocab_size: Ids the draft can propose, if not the whole vocabulary; its own head has so
+            many rows, and `d2t` names them.
+        own_embedding: Whether the draft has a token table of its own; otherwise the target's.
+        own_head: Whether the draft has a head of its own; otherwise the target's.
     """
 
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
-    num_target_layers: int
+    num_target_layers: int | None = None
     last_tap: Literal["post_norm", "pre_norm"] = "post_norm"
     head: Head | None = None
+    is_causal: bool | None = None
+    window_rule: WindowRule = "zlab"
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    sample_from_anchor: bool = False
+    draft_vocab_size: int | None = None
+    own_embedding: bool = False
+    own_head: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -42,79 +61,90 @@ class DraftConfig(TransformerConfig):
             raise ValueError(f"{self.block_size=} must be at least 1")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"{self.mask_token_id=} is not in [0, {self.vocab_size})")
-        if "sliding_attention" in self.layer_types:
-            raise ValueError("drafts with sliding layers are not supported yet")
+        if self.window_rule not in WINDOW_RULES:
+            raise ValueError(f"window_rule={self.window_rule!r} must be one of {WINDOW_RULES}")
+        if self.is_causal is None and len(set(self.layer_types)) == 1:
+            object.__setattr__(self, "is_causal", self.causal(0))
+        for name in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value!r} must be positive")
+        if self.draft_vocab_size is not None:
+            if not 0 < self.draft_vocab_size < self.vocab_size:
+                raise ValueError(f"{self.draft_vocab_size=} is not in [1, {self.vocab_size})")
+            if isinstance(self.head, DFlash2 | Domino):
+                raise ValueError(f"{self.draft_vocab_size=}: this head needs the whole vocabulary")
+            object.__setattr__(self, "own_head", True)
+        if isinstance(self.head, DFlash2) and self.hidden_size % self.head.conv_group_size:
+            raise ValueError(f"{self.hidden_size=} is no multiple of {self.head.conv_group_size=}")
         check_target_layer_ids(self.target_layer_ids, self.num_target_layers)
+
+    @property
+    def max_proposals(self) -> int:
+        """Tokens that one block of the trained size proposes."""
+        return self.block_size - (not self.sample_from_anchor)
+
+    @property
+    def slides_everywhere(self) -> bool:
+        """Whether no layer sees beyond the window."""
+        return set(self.layer_types) == {"sliding_attention"}
+
+    def causal(self, layer: int) -> bool:
+        """Whether `layer` is causal inside the block."""
+        slides = self.window(layer) is not None
+        return slides and self.window_rule != "nemo" if self.is_causal is None else self.is_causal
 
     @classmethod
     def from_hf(
         cls,
         config: Mapping[str, Any],
         target_layer_ids: tuple[int, ...] | Literal["default"] | None = None,
+        *,
+        window_rule: WindowRule | None = None,
+        sample_from_anchor: bool | None = None,
+        num_target_layers: int | None = None,
     ) -> "DraftConfig":
-        """Reads the flat (z-lab) dialect.
+        """Reads the flat dialect (z-lab, NeMo, SpecForge) or the nested one (speculators).
 
-        `block_size`, `mask_token_id` and `target_layer_ids` may stand at the top level or in
-        `dflash_config`. Missing tap ids are an error, because the formula is wrong for most published
-        drafts; `target_layer_ids` gives them, or asks for the formula with "default".
+        Missing tap ids are an error, because the formula is wrong for most published drafts;
+        `target_layer_ids` gives them, or asks for the formula with "default".
+
+        Args:
+            config: A parsed `config.json`.
+            target_layer_ids: Stand above the config's.
+            window_rule: Stands above the dialect's: "speculators" for the nested one, "nemo" or
+                "specforge" for a class that only that trainer writes, else "zlab".
+            sample_from_anchor: Stands above the config's, which often does not say.
+            num_target_layers: For the nested dialect, which does not say.
 
         Raises:
-            ValueError: If a key is missing, unknown, out of bounds, or given twice with two values.
+            ValueError: If a key is missing, unknown, out of bounds, or contradicts another.
         """
-        if config.get("model_type", "qwen3") != "qwen3":
-            raise ValueError(
-                f"model_type={config['model_type']!r} is not a flat DFlash draft (qwen3)"
-            )
-        nested = config.get("dflash_config") or {}
-        refuse_unknown(
-            config,
-            USED_KEYS | {"dflash_config", "num_target_layers", "tie_word_embeddings", *_DFLASH},
-        )
-        refuse_unknown(nested, frozenset(_DFLASH), "dflash_config.")
-        found: dict[str, Any] = {}
-        for key in _DFLASH:
-            values = [d[key] for d in (nested, config) if d.get(key) is not None]
-            if any(v != values[0] for v in values):
-                raise ValueError(
-                    f"{key} is {config[key]!r} at the top level but {nested[key]!r} in dflash_config"
-                )
-            found[key] = values[0] if values else None
-        missing = [key for key in ("block_size", "mask_token_id") if found[key] is None]
-        depth: Any = config.get("num_target_layers")
-        missing += ["num_target_layers"] if depth is None else []
-        if missing:
-            raise ValueError(f"the draft's config lacks {', '.join(missing)}")
-        for name in ("block_size", "mask_token_id"):
-            require_integer(name, found[name])
-        require_integer("num_target_layers", depth)
-        shape = shape_from_hf({"model_type": "qwen3", **config})
+        fields = read_nested(config) if is_nested(config) else read_flat(config)
+        depth = fields["num_target_layers"]
+        depth = num_target_layers if depth is None else depth
+        ids = target_layer_ids or fields["target_layer_ids"]
         if target_layer_ids == "default":
-            ids = build_target_layer_ids(depth, shape["num_hidden_layers"])
-        else:
-            ids = target_layer_ids or found["target_layer_ids"]
+            if depth is None:
+                raise ValueError("the formula for target_layer_ids needs num_target_layers")
+            ids = build_target_layer_ids(depth, fields["num_hidden_layers"])
         if ids is None:
             raise ValueError(
                 "the draft's config lacks target_layer_ids; give them, or \"default\" for the reference's formula"
             )
         for i in ids:
             require_integer("an entry of target_layer_ids", i)
-        if found["is_causal"]:
-            raise ValueError("drafts with is_causal=true are not supported yet")
-        if config.get("use_sliding_window") and config.get("sliding_window"):
-            raise ValueError("drafts with sliding layers are not supported yet")
-        return cls(
-            block_size=found["block_size"], mask_token_id=found["mask_token_id"], target_layer_ids=tuple(ids),
-            num_target_layers=depth, **shape,
-        )  # fmt: skip
+        fields |= {"target_layer_ids": tuple(ids), "num_target_layers": depth}
+        given = {"window_rule": window_rule, "sample_from_anchor": sample_from_anchor}
+        return cls(**fields | {k: v for k, v in given.items() if v is not None})
 
     def to_hf(self) -> dict[str, Any]:
         """The flat dialect's `config.json` that every known consumer reads (block size and RoPE in both places).
 
         Raises:
-            ValueError: If `last_tap` is not Hugging Face's meaning, which this dialect takes for granted.
+            ValueError: For what this dialect cannot say, all of it named.
         """
-        if self.last_tap != "post_norm":
-            raise ValueError(f"last_tap={self.last_tap!r} cannot be said in the flat dialect")
+        _check_flat(self)
         scaling = {
             f.name: getattr(self.rope, f.name)
             for f in dataclasses.fields(self.rope)
@@ -125,21 +155,54 @@ class DraftConfig(TransformerConfig):
         shape = {f.name: getattr(self, f.name) for f in dataclasses.fields(TransformerConfig)}
         for name in ("rope", "qk_norm", "mlp_bias"):
             del shape[name]
+        slides = "sliding_attention" in self.layer_types
+        is_dflash2 = isinstance(self.head, DFlash2)
         return {
-            **shape, "model_type": "qwen3", "architectures": ["DFlashDraftModel"], "hidden_act": "silu",
-            "layer_types": list(self.layer_types), "use_sliding_window": False, "is_causal": False,
+            **shape, "model_type": "qwen3", "hidden_act": "silu",
+            "architectures": ["DFlash2DraftModel" if is_dflash2 else "DFlashDraftModel"],
+            "layer_types": list(self.layer_types), "use_sliding_window": slides, "is_causal": self.is_causal,
             "max_window_layers": self.num_hidden_layers, "attention_dropout": 0.0, "tie_word_embeddings": False,
             "rope_theta": self.rope.theta, "rope_scaling": None if self.rope == default else scaling,
             "rope_parameters": {"rope_theta": self.rope.theta, **scaling},
             "num_target_layers": self.num_target_layers, "block_size": self.block_size,
-            "dflash_config": {
-                "block_size": self.block_size, "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.target_layer_ids),
-            },
+            "dflash_config": _flat_inner(self),
         }  # fmt: skip
 
 
-_DFLASH = ("block_size", "mask_token_id", "target_layer_ids", "is_causal")
+def _check_flat(c: DraftConfig) -> None:
+    """Raises `DraftConfig.to_hf`'s error."""
+    window = c.sliding_window or 0
+    # NeMo's and SpecForge's windows differ from z-lab's only inside blocks longer than the window.
+    as_zlab = c.window_rule == "zlab" or (c.window_rule != "speculators" and window >= c.block_size)
+    problems = [
+        f"{name}={getattr(c, name)!r}"
+        for name, fits in (
+            ("last_tap", c.last_tap == "post_norm"),
+            ("window_rule", as_zlab or "sliding_attention" not in c.layer_types),
+            ("sample_from_anchor", not c.sample_from_anchor),
+            ("draft_vocab_size", c.draft_vocab_size is None),
+            ("own_head", not c.own_head),
+            ("own_embedding", not c.own_embedding),
+            ("head", c.head is None or isinstance(c.head, DFlash2 | Domino)),
+            ("num_target_layers", c.num_target_layers is not None),
+        )
+        if not fits
+    ]
+    if problems:
+        raise ValueError(f"{', '.join(problems)} cannot be said in the flat dialect")
+
+
+def _flat_inner(c: DraftConfig) -> dict[str, Any]:
+    """`dflash_config`; knobs that are off are left out."""
+    inner: dict[str, Any] = {
+        "block_size": c.block_size, "mask_token_id": c.mask_token_id,
+        "target_layer_ids": list(c.target_layer_ids),
+    }  # fmt: skip
+    inner |= {"causal": True} if c.is_causal else {}
+    knobs = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+    inner |= {k: getattr(c, k) for k in knobs if getattr(c, k) not in (None, 1.0)}
+    inner |= {"projector_type": "domino"} if isinstance(c.head, Domino) else {}
+    return inner | ({} if c.head is None else dataclasses.asdict(c.head))
 
 
 def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -155,9 +218,10 @@ def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tup
     return tuple(round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers))
 
 
-def check_target_layer_ids(ids: tuple[int, ...], num_target_layers: int) -> None:
-    """Raises ValueError unless the ids are distinct, ascending decoder layers of the target."""
-    if not ids or any(not 0 <= i < num_target_layers for i in ids):
-        raise ValueError(f"target_layer_ids={list(ids)} must be ids in [0, {num_target_layers})")
+def check_target_layer_ids(ids: tuple[int, ...], num_target_layers: int | None) -> None:
+    """Raises ValueError unless the ids are distinct, ascending decoder layers of the target (of any depth: None)."""
+    depth = float("inf") if num_target_layers is None else num_target_layers
+    if not ids or any(not 0 <= i < depth for i in ids):
+        raise ValueError(f"target_layer_ids={list(ids)} must be ids in [0, {depth})")
     if list(ids) != sorted(set(ids)):
         raise ValueError(f"target_layer_ids={list(ids)} must be distinct and ascending")

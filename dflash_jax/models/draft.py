@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_jax import array_typing as at
-from dflash_jax.cache import KVCache, write_keys_values
+from dflash_jax.cache import KVCache
 from dflash_jax.config import DraftConfig
-from dflash_jax.models.transformer import Attention, DecoderLayer, Linear, RMSNorm
+from dflash_jax.models.transformer import Attention, DecoderLayer, Embedding, Linear, RMSNorm
 from dflash_jax.ops.attention import attention, block_attention
-from dflash_jax.ops.mask import block_mask
+from dflash_jax.ops.mask import block_masks, draft_mask
 from dflash_jax.ops.rope import rope_table
 
 
@@ -26,7 +26,7 @@ class DFlashDecoderLayer(DecoderLayer):
 
 
 class DFlashDraftModel(nn.Module):
-    """Embeddings and head are the target's: the model maps block embeddings to hidden states."""
+    """Maps block embeddings to hidden states; embeddings and head are the target's, or its own if it has them."""
 
     config: DraftConfig
 
@@ -36,19 +36,34 @@ class DFlashDraftModel(nn.Module):
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.layers = [DFlashDecoderLayer(c) for _ in range(c.num_hidden_layers)]
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        if c.own_embedding:
+            self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
+        if c.own_head:
+            self.lm_head = Embedding(c.draft_vocab_size or c.vocab_size, c.hidden_size)
+        if c.draft_vocab_size is not None:
+            # Target id less draft id, as in the checkpoint; `adapters` adds the draft's own id.
+            self.param("d2t", lambda _, size: jnp.zeros((size,), jnp.int32), c.draft_vocab_size)
 
     def extend(self, context: at.Context, cache: KVCache) -> KVCache:
-        """Projects taps `[C * D, B, T]` to every layer's keys and values, at slots `[length, length + T)`.
+        """Projects taps `[C * D, B, T]` to every layer's keys and values, at positions `[length, length + T)`.
 
         The length stays: the caller commits as many of the rows as it keeps.
+
+        Raises:
+            ValueError: If a ring has no room for the window and T rows.
         """
-        positions = cache.length[:, None] + jnp.arange(context.shape[2], dtype=jnp.int32)[None]
-        rows = self.context_keys_values(context, positions)
-        keys = [write_keys_values(buffer, k, cache.length) for buffer, (k, _) in zip(cache.k, rows)]
-        values = [
-            write_keys_values(buffer, v, cache.length) for buffer, (_, v) in zip(cache.v, rows)
-        ]
-        return cache.replace(k=tuple(keys), v=tuple(values))
+        T = context.shape[2]
+        self._check_ring(cache, T)
+        positions = cache.length[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
+        return cache.written(self.context_keys_values(context, positions))
+
+    def _check_ring(self, cache: KVCache, count: int) -> None:
+        """Raises ValueError if a write of `count` rows would cover positions in a block's window."""
+        needed = ring_size(self.config, count)
+        if cache.ring is not None and (needed is None or cache.ring < needed):
+            raise ValueError(
+                f"a write of {count} rows needs more than the ring's {cache.ring} slots"
+            )
 
     def context_keys_values(
         self, context: at.Context, positions: at.Positions
@@ -61,29 +76,58 @@ class DFlashDraftModel(nn.Module):
     def __call__(self, x: at.Hidden, cache: KVCache) -> tuple[at.Hidden, KVCache]:
         """Hidden states `[D, B, Q]` of block embeddings at positions `[cache.length, cache.length + Q)`.
 
-        Slot k's state, through the target's head, predicts the token at the anchor's position + k.
+        Slot k's state, through the head, predicts the token at the anchor's position + k, or + 1 + k
+        with `sample_from_anchor`.
         The block's keys and values are left behind the context as scratch; the length is unchanged.
         """
         c = self.config
         Q = x.shape[2]
         positions = cache.length[:, None] + jnp.arange(Q, dtype=jnp.int32)[None]
         table = rope_table(c.rope, c.head_dim, positions)
-        mask = block_mask(cache.length, Q, cache.size)
-        keys, values = [], []
-        for i, layer in enumerate(self.layers):
+        self._check_ring(cache, Q)
+        held = cache.held(Q)
+        masks = {
+            see: draft_mask(cache.length, held, Q, *see, c.window_rule) for see in self._layouts()
+        }
+        written = []
+        for i, (layer, see) in enumerate(zip(self.layers, self._layouts())):
             q, k, v = layer.project(x, table)
-            keys.append(write_keys_values(cache.k[i], k, cache.length))
-            values.append(write_keys_values(cache.v[i], v, cache.length))
-            x = layer.finish(x, attention(q, keys[i], values[i], mask))
-        return self.norm(x), cache.replace(k=tuple(keys), v=tuple(values))
+            written.append(cache.write(i, k, v))
+            x = layer.finish(x, attention(q, *written[i], masks[see]))
+        k, v = zip(*written)
+        return self.norm(x), cache.replace(k=k, v=v)
+
+    def _layouts(self) -> list[tuple[int | None, bool]]:
+        """(window, causal) of every layer."""
+        c = self.config
+        return [(c.window(i), c.causal(i)) for i in range(c.num_hidden_layers)]
+
+    def embed(self, tokens: at.Tokens) -> at.Hidden:
+        """Embeddings `[D, B, T]` from the draft's own table."""
+        return self.embed_tokens(tokens)
+
+    def logits(self, hidden: at.Hidden) -> at.Logits:
+        """Float32 logits `[V, B, T]` of the draft's own head, a row for each id that it can propose."""
+        return self.lm_head.logits(hidden)
+
+    def initialise(
+        self, x: at.Hidden, context: Float[Array, "CD B S"], anchors: Int[Array, "B A"]
+    ) -> at.Hidden:
+        """`blocks`, and whatever else has parameters, for shapes and random values."""
+        hidden = self.blocks(x, context, anchors)
+        if self.config.own_embedding:
+            self.embed(anchors)
+        if self.config.own_head:
+            self.logits(hidden)
+        return hidden
 
     def blocks(
         self, x: at.Hidden, context: Float[Array, "CD B S"], anchors: Int[Array, "B A"]
     ) -> at.Hidden:
         """Hidden states of many blocks of one sequence at once, for training.
 
-        Block a sees the context strictly before its anchor and itself, nothing of other blocks;
-        equal to `extend` with that context followed by `__call__`.
+        Block a sees of the context strictly before its anchor and of itself what its layers' rule
+        lets it, and nothing of other blocks; equal to `extend` with that context followed by `__call__`.
 
         Args:
             x: Block embeddings `[D, B, A * Q]`, block after block.
@@ -104,7 +148,21 @@ class DFlashDraftModel(nn.Module):
             jnp.arange(context.shape[2], dtype=jnp.int32), (len(anchors), context.shape[2])
         )
         rows = self.context_keys_values(context, every)
-        for layer, (ctx_k, ctx_v) in zip(self.layers, rows):
+        size = context.shape[2]
+        masks = {see: block_masks(anchors, size, Q, *see, c.window_rule) for see in self._layouts()}
+        for layer, (ctx_k, ctx_v), see in zip(self.layers, rows, self._layouts()):
             q, k, v = layer.project(x, table)
-            x = layer.finish(x, block_attention(q, k, v, ctx_k, ctx_v, anchors))
+            x = layer.finish(x, block_attention(q, k, v, ctx_k, ctx_v, *masks[see]))
         return self.norm(x)
+
+
+def ring_size(config: DraftConfig, write: int) -> int | None:
+    """Slots of a ring that keeps an all-sliding draft's window through writes of up to `write` rows.
+
+    A write may leave rows past the committed length, at positions up to `length + write - 1`; each
+    covers the one a ring's length before it, which must be out of every block's window. One row is
+    written as two (see `cache.write_keys_values`).
+    """
+    if config.sliding_window is None or not config.slides_everywhere:
+        return None
+    return config.sliding_window + max(write, 2)

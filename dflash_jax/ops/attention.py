@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from dflash_jax import array_typing as at
 
@@ -72,9 +72,10 @@ def block_attention(
     v: Float[Array, "B K T H"],
     context_k: at.KeyValues,
     context_v: at.KeyValues,
-    anchors: Int[Array, "B A"],
+    far_mask: Bool[Array, "B S A X"],
+    near_mask: Bool[Array, "Q Q"],
 ) -> Float[Array, "NH B T"]:
-    """Attention of A blocks of Q slots, each over [context before its anchor ; its own block].
+    """Attention of A blocks of Q slots, each over [the context that it sees ; its own block].
 
     One softmax over both parts; no mask or score of block against block exists, so the memory is
     A * Q * (S + Q) and not A * Q * (S + A * Q).
@@ -83,21 +84,21 @@ def block_attention(
         q: Queries `[N, H, B, A * Q]`, block after block.
         k, v: The blocks' own keys and values `[B, K, A * Q, H]`.
         context_k, context_v: `[B, K, S, H]`.
-        anchors: Position of each block's anchor; it sees context positions below.
+        far_mask: What each slot sees of the context, `[B, S, A, Q]` or `[B, S, A, 1]`.
+        near_mask: What each slot sees of its block, keys first; itself at least.
 
     Returns:
         `[N * H, B, A * Q]`.
     """
     N, H, B, _ = q.shape
-    K, A = k.shape[1], anchors.shape[1]
+    K, A = k.shape[1], far_mask.shape[2]
     G = N // K
     q = q.reshape(K, G, H, B, A, -1)
     k, v = (x.reshape(B, K, A, -1, H) for x in (k, v))
     far = jnp.einsum("BKSH,KGHBAQ->BKSGAQ", context_k, q, preferred_element_type=jnp.float32)
     near = jnp.einsum("BKARH,KGHBAQ->BKRGAQ", k, q, preferred_element_type=jnp.float32)
-    before = jnp.arange(far.shape[2])[None, :, None] < anchors[:, None, :]  # [B, S, A]
-    far = jnp.where(before[:, None, :, None, :, None], far * H**-0.5, _MASKED)
-    near = near * H**-0.5
+    far = jnp.where(far_mask[:, None, :, None], far * H**-0.5, _MASKED)
+    near = jnp.where(near_mask[None, None, :, None, None], near * H**-0.5, _MASKED)
     top = jnp.maximum(far.max(axis=2), near.max(axis=2))[:, :, None]
     far, near = jnp.exp(far - top), jnp.exp(near - top)
     total = far.sum(axis=2) + near.sum(axis=2)
