@@ -11,6 +11,7 @@ import numpy as np
 from dflash_jax.adapters import bind
 from dflash_jax.cache import KVCache
 from dflash_jax.decode import LENGTH, NO_TOKEN, RUNNING, STOP, State, decode, prefill
+from dflash_jax.lookup import Length
 from dflash_jax.pair import Draft, Target
 from dflash_jax.sampling import RowSampling, Sampling
 
@@ -60,22 +61,25 @@ class Generation:
 
 def generate(
     target: Target,
-    draft: Draft | None,
+    draft: Draft | Literal["lookup"] | None,
     prompts: Sequence[Sequence[int]] | np.ndarray,
     *,
     max_new_tokens: int,
     stop_token_ids: Sequence[int] | None = None,
     block_size: int | None = None,
+    lookup: bool = False,
 ) -> Generation:
     """Decodes greedily; with a draft the tokens are the same and the passes of the target fewer.
 
     Args:
         target: From `load_target`.
-        draft: From `load_draft`, or None for plain autoregressive decoding.
+        draft: From `load_draft`; "lookup" to draft from the text itself; or None for plain
+            autoregressive decoding.
         prompts: Token ids of each prompt, of any lengths.
         max_new_tokens: Exact, unless a stop id or the target's last position comes first.
         stop_token_ids: Default: the target's own.
         block_size: Q; default: the draft's.
+        lookup: With a draft model: where the last tokens recur in the text, propose what followed instead.
 
     Raises:
         ValueError: For an empty or too long prompt, an id outside the vocabulary, or a number out of
@@ -85,7 +89,7 @@ def generate(
     stops = target.stop_token_ids if stop_token_ids is None else tuple(stop_token_ids)
     rows = [[int(i) for i in prompt] for prompt in prompts]
     _check(target, rows, max_new_tokens, stops)
-    models, params = bind(target, draft, block_size)
+    models, params = bind(target, draft, block_size, lookup=lookup)
     longest = max(len(p) for p in rows)
     positions = target.config.max_position_embeddings
     limits = [min(max_new_tokens, positions - len(p)) for p in rows]
@@ -140,8 +144,10 @@ def _result(target: Target, prompts: list[list[int]], arrays, finish: np.ndarray
     )
 
 
-def new_draft_cache(draft: Draft, rows: int, size: int) -> KVCache:
+def new_draft_cache(draft: Draft | Literal["lookup"], rows: int, size: int) -> KVCache | Length:
     """An empty context cache in the draft's own shape and dtype."""
+    if isinstance(draft, str):
+        return Length.zeros(rows)
     c = draft.config
     dtype = draft.params["fc"]["weight"].dtype
     return KVCache.zeros(c.num_hidden_layers, rows, c.num_key_value_heads, size, c.head_dim, dtype)

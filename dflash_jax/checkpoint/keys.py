@@ -30,8 +30,14 @@ _FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 def path_of(name: str) -> str:
-    """Our path of a Hugging Face tensor name, with or without the `model.` prefix."""
-    return re.sub(r"^layers\.(\d+)\.", r"layers_\1.", name.removeprefix("model.")).replace(".", "/")
+    """Our path of a Hugging Face tensor name, with or without the `model.` prefix.
+
+    Drafts' other spellings: z-lab's own save calls the codebooks `.weight`, older SpecForge puts
+    `logit_head.` before the tensors of a head.
+    """
+    name = name.removeprefix("model.").removeprefix("logit_head.")
+    name = re.sub(r"(_codebook)\.weight$", r"\1", name)
+    return re.sub(r"^layers\.(\d+)\.", r"layers_\1.", name).replace(".", "/")
 
 
 def name_of(path: str, prefix: str = "") -> str:
@@ -70,7 +76,7 @@ def expected_shapes(config: TargetConfig | DraftConfig) -> Mapping[str, tuple[in
         anchors = jnp.zeros((1, 1), jnp.int32)
         draft = DFlashDraftModel(config)
         tree = jax.eval_shape(
-            lambda k: draft.init(k, x, context, anchors, method="blocks")["params"], key
+            lambda k: draft.init(k, x, context, anchors, method="every_parameter")["params"], key
         )
     else:
         heads, width = config.num_key_value_heads, config.head_dim

@@ -28,6 +28,14 @@ class DSpark:
     """A low-rank bigram term from the token before each slot is added to the draft's logits."""
 
     markov_rank: int
+    markov_head_type: str = "vanilla"
+
+    def __post_init__(self):
+        if self.markov_head_type != "vanilla":
+            raise ValueError(
+                f"markov_head_type={self.markov_head_type!r} is not supported, only 'vanilla': what the "
+                "gated and the RNN form compute is not documented"
+            )
 
 
 Head = DFlash2 | Domino | DSpark

@@ -11,22 +11,20 @@ from jaxtyping import Array, Float, Int
 from dflash_jax import array_typing as at
 from dflash_jax.cache import KVCache, write_keys_values
 from dflash_jax.config import DraftConfig
-from dflash_jax.models.transformer import Attention, DecoderLayer, Linear, RMSNorm
+from dflash_jax.models.heads import HEADS
+from dflash_jax.models.heads.seam import Embed, Pick
+from dflash_jax.models.transformer import Linear, RMSNorm
 from dflash_jax.ops.attention import attention, block_attention
 from dflash_jax.ops.mask import block_mask
 from dflash_jax.ops.rope import rope_table
-
-
-class DFlashAttention(Attention):
-    """The references' name; keys and values of the context skip the input norm, all else is `Attention`."""
-
-
-class DFlashDecoderLayer(DecoderLayer):
-    attention_type: type[Attention] = DFlashAttention
+from dflash_jax.sampling import Proposals
 
 
 class DFlashDraftModel(nn.Module):
-    """Embeddings and head are the target's: the model maps block embeddings to hidden states."""
+    """Embeddings and output head are the target's: the model maps block embeddings to hidden states.
+
+    The parameters of the config's draft head, if it has any, lie beside the others, as in checkpoints.
+    """
 
     config: DraftConfig
 
@@ -34,8 +32,29 @@ class DFlashDraftModel(nn.Module):
         c = self.config
         self.fc = Linear(len(c.target_layer_ids) * c.hidden_size, c.hidden_size)
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.layers = [DFlashDecoderLayer(c) for _ in range(c.num_hidden_layers)]
+        head_type = HEADS[type(c.head)]
+        self.layers = [head_type.layer_type(c) for _ in range(c.num_hidden_layers)]
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.head = head_type(c)
+        nn.share_scope(self, self.head)
+
+    def every_parameter(
+        self, x: at.Hidden, context: Float[Array, "CD B S"], anchors: Int[Array, "B A"]
+    ) -> None:
+        """Uses each of them once, for `init`; see `blocks`."""
+        hidden = self.blocks(x, context, anchors)
+        logits = jnp.zeros((self.config.vocab_size, *hidden.shape[1:]))
+
+        def pick(logits, slot, ids=None):
+            return Proposals(jnp.zeros(logits.shape[1:], jnp.int32))
+
+        self.propose(hidden, logits, anchors[:, 0], lambda tokens: x[:, :, :1], pick)
+
+    def propose(
+        self, hidden: at.Hidden, logits: at.Logits, anchor: at.Rows, embed: Embed, pick: Pick
+    ) -> Proposals:
+        """See `heads.seam.Head.propose`."""
+        return self.head.propose(hidden, logits, anchor, embed, pick)
 
     def extend(self, context: at.Context, cache: KVCache) -> KVCache:
         """Projects taps `[C * D, B, T]` to every layer's keys and values, at slots `[length, length + T)`.
@@ -105,6 +124,6 @@ class DFlashDraftModel(nn.Module):
         )
         rows = self.context_keys_values(context, every)
         for layer, (ctx_k, ctx_v) in zip(self.layers, rows):
-            q, k, v = layer.project(x, table)
-            x = layer.finish(x, block_attention(q, k, v, ctx_k, ctx_v, anchors))
+            q, k, v = layer.project(x, table, A)
+            x = layer.finish(x, block_attention(q, k, v, ctx_k, ctx_v, anchors), A)
         return self.norm(x)
