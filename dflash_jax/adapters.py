@@ -106,27 +106,23 @@ def bind(
     """
     if lookup and not isinstance(draft, Draft):
         raise ValueError(f"lookup=True goes with a draft model, not with draft={draft!r}")
-    trained = (
-        1
-        if draft is None
-        else LOOKUP_BLOCK_SIZE
-        if isinstance(draft, str)
-        else draft.config.block_size
-    )
+    plain = TargetModel(Transformer(target.config))
+    if isinstance(draft, str):
+        if draft != "lookup":
+            raise ValueError(f"{draft=} must be a draft, None or 'lookup'")
+        block_size = LOOKUP_BLOCK_SIZE if block_size is None else block_size
+        if block_size > 1:
+            return Models(plain, Lookup(), block_size, verify), {"target": target.params}
+        draft = None
+    trained = 1 if draft is None else draft.config.block_size
     block_size = trained if block_size is None else block_size
-    bound = max(trained, block_size) if isinstance(draft, str) else trained
-    if not 1 <= block_size <= bound:
+    if not 1 <= block_size <= trained:
         why = "without a draft" if draft is None else "the draft's trained block size"
         raise ValueError(f"{block_size=} must be in [1, {trained}], {why}")
     if draft is None or block_size == 1:
-        return Models(TargetModel(Transformer(target.config)), None, 1), {"target": target.params}
-    if isinstance(draft, str):
-        model = TargetModel(Transformer(target.config))
-        return Models(model, Lookup(), block_size, verify), {"target": target.params}
+        return Models(plain, None, 1), {"target": target.params}
     c = draft.config
     model = TargetModel(Transformer(target.config, c.target_layer_ids, c.last_tap))
-    fns = DraftModel(DFlashDraftModel(c), model)
-    return Models(model, Combined(fns) if lookup else fns, block_size, verify), {
-        "target": target.params,
-        "draft": draft.params,
-    }
+    own = DraftModel(DFlashDraftModel(c), model)
+    fns = Combined(own) if lookup else own
+    return Models(model, fns, block_size, verify), {"target": target.params, "draft": draft.params}

@@ -7,12 +7,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from heads import HeadCase, load_head_case
-from test_draft import block, embed, extend, head
+from fakes import (
+    CHUNK,
+    DRAFT,
+    MANY_ROUNDS,
+    VOCAB,
+    prompts_of,
+    random_draft,
+    random_target,
+    rounds_of,
+    rows_of,
+)
+from heads import SMALL, HeadCase, load_head_case, small_config
+from safetensors.numpy import load_file
+from test_draft import block, check_run, embed, extend, head
+from test_lookup import search
 
+from dflash_jax import generate
+from dflash_jax.adapters import bind
 from dflash_jax.cache import KVCache
-from dflash_jax.config.heads import Domino
-from dflash_jax.generation import row_sampling
+from dflash_jax.checkpoint import keys
+from dflash_jax.config.heads import Domino, DSpark
+from dflash_jax.decode import decode, prefill
+from dflash_jax.generation import new_draft_cache, new_state, row_sampling
+from dflash_jax.lookup import MAX_NGRAM, MIN_NGRAM
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.models.heads import HEADS
 from dflash_jax.models.transformer import Transformer
@@ -161,3 +179,173 @@ def test_domino_proposes_like_the_reference_from_any_states(domino, i):
     anchor = domino.expected[f"rand{i}_block_ids"][0]
     got = proposals_of(domino, config, hidden[:P], logits[:P], anchor, greedy)
     assert got.tokens[0].tolist() == domino.expected[f"rand{i}_tokens"].tolist()
+
+
+# What every draft must keep
+
+
+PROMPTS = prompts_of(3, 9, 20)
+PROMPTS[1] = PROMPTS[1] * 3  # text that repeats, for lookup
+NEW, BLOCK = 24, 4
+# The same prompts greedily, sampled, and sampled with filters.
+KINDS = [Sampling(), Sampling(temperature=1.0), Sampling(temperature=0.8, top_k=20, top_p=0.9)]
+
+
+@functools.cache
+def target():
+    return random_target()
+
+
+@functools.cache
+def draft(name):
+    return random_draft(small_config(name))
+
+
+def run(draft, block_size, verify="coupled", lookup=False, rows=1, seed=0):
+    """The state at the end of `KINDS` x `PROMPTS`, each `rows` times."""
+    models, params = bind(target(), draft, block_size, verify, lookup)
+    prompts, kinds = PROMPTS * len(KINDS) * rows, [k for k in KINDS for _ in PROMPTS] * rows
+    row_keys = jax.random.split(jax.random.key(seed), len(prompts))
+    state = new_state(target(), prompts, [NEW] * len(prompts), (), 128, kinds, row_keys)
+    if models.draft is not None:
+        state = state.replace(draft=new_draft_cache(draft, len(prompts), 128))
+    state = prefill(models, params, state, chunk=CHUNK)
+    return decode(models, params, state, MANY_ROUNDS)
+
+
+@functools.cache
+def plain_rows():
+    return rows_of(run(None, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "lookup"),
+    [*((name, False) for name in SMALL), ("lookup", False), ("plain", True), ("dflash2", True)],
+)
+def test_tokens_do_not_depend_on_the_head_greedily_or_coupled(name, lookup):
+    state = run("lookup" if name == "lookup" else draft(name), BLOCK, lookup=lookup)
+    assert rows_of(state) == plain_rows()
+    assert all(sum(counts) == NEW - 1 for counts in rounds_of(state))
+
+
+@pytest.mark.parametrize(("name", "lookup"), [("domino", False), ("dflash2", True)])
+def test_under_rejection_a_greedy_row_is_plain_decodings(name, lookup):
+    state = run(draft(name), BLOCK, "rejection", lookup)
+    greedy_rows = len(PROMPTS)
+    assert rows_of(state)[:greedy_rows] == plain_rows()[:greedy_rows]
+    assert all(sum(counts) == NEW - 1 for counts in rounds_of(state))
+    assert all(0 <= t < VOCAB for row in rows_of(state) for t in row)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_training_blocks_equal_decoded_ones(name):
+    """Filters stop at a block's ends: what the blocks before and behind it hold changes nothing."""
+    config, anchors, size, length = small_config(name), [4, 1, 9], 4, 11
+    module, params = DFlashDraftModel(config), draft(name).params
+    rng = np.random.default_rng(2)
+    width = len(config.target_layer_ids) * config.hidden_size
+    context = jnp.asarray(rng.standard_normal((length, width)), jnp.float32)
+    x = jnp.asarray(rng.standard_normal((3 * size, config.hidden_size)), jnp.float32)
+    hidden = jax.jit(functools.partial(module.apply, method="blocks"))(
+        {"params": params}, x.T[:, None], context.T[:, None], jnp.asarray([anchors], jnp.int32)
+    )
+    empty = KVCache.zeros(2, 1, 1, 32, config.head_dim, jnp.float32)
+    everything = extend(module, params, context, empty)
+    for a, anchor in enumerate(anchors):
+        cache = everything.replace(length=jnp.asarray([anchor], jnp.int32))
+        expected, _ = block(module, params, x[a * size : (a + 1) * size], cache)
+        ours = hidden[:, 0, a * size : (a + 1) * size].T
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_dsparks_bigram_term_is_the_token_befores(golden):
+    config, rng = small_config("dspark"), np.random.default_rng(3)
+    params, P = draft("dspark").params, 5
+    assert HEADS[DSpark](config).first_slot == 0
+    logits, anchor = rng.standard_normal((P, VOCAB)).astype(np.float32), 7
+    case = HeadCase(target(), draft("dspark"), {}, {})
+    got = proposals_of(case, config, np.zeros((P, config.hidden_size)), logits, anchor, greedy)
+    w1, w2 = (np.asarray(params["markov_head"][f"markov_w{i}"]["weight"]) for i in (1, 2))
+    expected = [anchor]
+    for row in logits:
+        expected.append(int(np.argmax(row + w2 @ w1[expected[-1]])))
+    assert got.tokens[0].tolist() == expected[1:]
+    assert expected[1:] != logits.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+def test_markov_heads_of_unknown_numerics_are_refused_by_name(kind):
+    with pytest.raises(ValueError, match=f"markov_head_type='{kind}'"):
+        DSpark(markov_rank=4, markov_head_type=kind)
+
+
+@pytest.mark.parametrize("lookup", [True, False])
+def test_draft_names_and_lookups_that_make_no_sense_are_refused(lookup):
+    with pytest.raises(ValueError, match="lookup"):
+        bind(target(), "lookup" if lookup else "other", lookup=lookup)
+
+
+@pytest.mark.parametrize("name", ["dflash2", "dflash2_sliding", "domino"])
+def test_the_parameters_are_the_checkpoints_own_and_leave_under_published_names(golden, name):
+    """z-lab's own save calls the codebooks `.weight`, and nobody else reads that."""
+    case = load_head_case(golden, name)
+    published = load_file(case.draft.source / "model.safetensors")
+    published = {k.replace("codebook.weight", "codebook"): v for k, v in published.items()}
+    ours = {keys.name_of(path): leaf for path, leaf in keys.flatten(case.draft.params).items()}
+    assert sorted(ours) == sorted(published)
+    for k, leaf in ours.items():
+        np.testing.assert_array_equal(leaf, published[k])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("dflash2", {"conv_group_size": 5}, "conv_group_size=5 does not divide hidden_size=32"),
+        ("dflash2", {"selector_top_k": 65}, "selector_top_k=65 is above vocab_size=64"),
+        ("dflash2", {"selector_rank": 0}, "selector_rank=0 must be at least 1"),
+        ("domino", {"pure_draft_prefix_len": -1}, "pure_draft_prefix_len=-1 must be at least 0"),
+        ("dspark", {"markov_rank": 0}, "markov_rank=0 must be at least 1"),
+    ],
+)
+def test_numbers_out_of_bounds_raise(name, change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(DRAFT, head=dataclasses.replace(SMALL[name], **change))
+
+
+# Whole generations
+
+
+@pytest.mark.parametrize("i", [0, 1])
+def test_generation_with_dflash2_equals_the_references(dflash2, i):
+    check_run(dflash2, f"gen_p{i}")
+
+
+@pytest.mark.parametrize("i", [0, 1])
+def test_generation_with_domino_equals_the_references(domino, i):
+    ids = domino.expected[f"gen_p{i}_ids"].tolist()
+    counts = domino.expected[f"gen_p{i}_counts"].tolist()
+    prompt = ids[:-48]
+    out = generate(domino.target, domino.draft, [prompt], max_new_tokens=48, stop_token_ids=())
+    assert out.tokens[0] == ids[-48:]
+    # The reference's last round runs past the limit, ours is cut.
+    assert out.rounds[0][:-1] == counts[: len(out.rounds[0]) - 1]
+    assert len(out.rounds[0]) <= len(counts)
+    assert sum(out.rounds[0]) == 47
+
+
+def test_lookup_generates_plain_decodings_tokens_and_the_counts_of_a_search(golden):
+    case = load_head_case(golden, "dflash2")
+    ids = case.expected["gen_bs1_p0_ids"].tolist()
+    out = generate(
+        case.target, "lookup", [ids[:-48]], max_new_tokens=48, stop_token_ids=(), block_size=5
+    )
+    assert out.tokens[0] == ids[-48:]
+    done, counts = len(ids) - 47, []
+    while done < len(ids):
+        proposals, _ = search(ids[:done], 4, MAX_NGRAM, MIN_NGRAM)
+        right = 0
+        while right < min(4, len(ids) - done) and proposals[right] == ids[done + right]:
+            right += 1
+        counts.append(min(right + 1, len(ids) - done))
+        done += counts[-1]
+    assert out.rounds[0] == counts

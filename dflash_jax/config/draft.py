@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from dflash_jax.config.heads import Head
+from dflash_jax.config.heads import DFlash2, Head
 from dflash_jax.config.rope import RopeConfig
 from dflash_jax.config.transformer import (
     USED_KEYS,
@@ -44,6 +44,8 @@ class DraftConfig(TransformerConfig):
             raise ValueError(f"{self.mask_token_id=} is not in [0, {self.vocab_size})")
         if "sliding_attention" in self.layer_types:
             raise ValueError("drafts with sliding layers are not supported yet")
+        if isinstance(self.head, DFlash2):
+            self.head.check(self.hidden_size, self.vocab_size)
         check_target_layer_ids(self.target_layer_ids, self.num_target_layers)
 
     @classmethod
