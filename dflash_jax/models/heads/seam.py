@@ -25,7 +25,7 @@ class Pick(Protocol):
     """Turns logits into proposals; see `sampling.Picker`."""
 
     def __call__(
-        self, logits: at.Logits, slot: Any, ids: Int[Array, "..."] | None = None
+        self, logits: at.Logits, slot: int | Int[Array, ""], ids: Int[Array, "..."] | None = None
     ) -> Proposals: ...
 
 
