@@ -64,7 +64,7 @@ def reject(
     q = jnp.pad(q, ((0, 0), (0, 0), (0, 1)))  # nothing was proposed behind the last slot
     p, q = (jnp.take_along_axis(x, accepted[None, :, None], axis=2)[:, :, 0] for x in (p, q))
     residual = jnp.maximum(p - q, 0)
-    total = residual.sum(axis=0)
+    total = residual.sum(axis=0, keepdims=True)
     return accepted, jnp.where(total > 0, residual / jnp.where(total > 0, total, 1), p)
 
 
