@@ -1,7 +1,8 @@
 """Binds a pair's modules to the functions that the decoder is handed."""
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
@@ -9,8 +10,10 @@ from jaxtyping import Array, Int
 from dflash_jax import array_typing as at
 from dflash_jax.cache import KVCache, read_rows
 from dflash_jax.decode import Models
+from dflash_jax.lookup import Combined, Lookup
 from dflash_jax.models import apply
 from dflash_jax.models.draft import DFlashDraftModel
+from dflash_jax.models.heads import HEADS
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.pair import Draft, Target
 from dflash_jax.sampling import Picker, Proposals, Verify
@@ -52,22 +55,31 @@ class DraftModel:
         self, params: Any, text: at.Tokens, cache: KVCache, block_size: int, pick: Picker
     ) -> tuple[Proposals, KVCache]:
         anchor = read_rows(text, pick.anchor, 1)[:, 0]
-        logits, cache = self.block_logits(params, anchor, cache, block_size)
-        return pick(logits, 1, self.target_ids(params)), cache
+        hidden, cache = self.block_hidden(params, anchor, cache, block_size)
+        embed = functools.partial(self.target.embed, params)
+        ids = self.target_ids(params)
+        named = pick if ids is None else functools.partial(pick, ids=ids)
+        given = hidden, self.logits(params, hidden), anchor, embed, named
+        return apply(self.module, params["draft"], *given, method="propose"), cache
 
     def block_logits(
         self, params: Any, anchor: at.Rows, cache: KVCache, block_size: int
     ) -> tuple[at.Logits, KVCache]:
-        """Logits `[V, B, P]` of the P = `block_size` - 1 tokens behind the anchor.
+        """Logits `[V, B, P]`, before any draft head, of the P = `block_size` - 1 tokens behind the anchor."""
+        hidden, cache = self.block_hidden(params, anchor, cache, block_size)
+        return self.logits(params, hidden), cache
 
-        They are slots 1..P of the draft's block, or with `sample_from_anchor` its slots 0..P-1.
-        """
-        c = self.module.config
-        skip = 0 if c.sample_from_anchor else 1
-        masks = jnp.full((len(anchor), block_size - 2 + skip), c.mask_token_id, anchor.dtype)
+    def block_hidden(
+        self, params: Any, anchor: at.Rows, cache: KVCache, block_size: int
+    ) -> tuple[at.Hidden, KVCache]:
+        """The draft's states `[D, B, P]` of the slots that predict the tokens behind the anchor."""
+        c, P = self.module.config, block_size - 1
+        # A block of Q - 1 slots is enough where the anchor's own slot predicts too.
+        masks = jnp.full((len(anchor), P - c.sample_from_anchor), c.mask_token_id, anchor.dtype)
         x = self.embed(params, jnp.concatenate([anchor[:, None], masks], axis=1))
         hidden, cache = apply(self.module, params["draft"], x, cache)
-        return self.logits(params, hidden[:, :, skip:]), cache
+        first = 0 if c.sample_from_anchor else HEADS[type(c.head)](c).first_slot
+        return hidden[:, :, first : first + P], cache
 
     def embed(self, params: Any, tokens: at.Tokens) -> at.Hidden:
         """Scaled block embeddings `[D, B, T]` in the draft's dtype."""
@@ -108,26 +120,45 @@ def shape_logits(logits: at.Logits, multiplier: float, cap: float | None) -> at.
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
+LOOKUP_BLOCK_SIZE = 8  # of lookup alone, where the caller does not say
+
+
 def bind(
     target: Target,
-    draft: Draft | None,
+    draft: Draft | Literal["lookup"] | None,
     block_size: int | None = None,
     verify: Verify = "coupled",
+    lookup: bool = False,
 ) -> tuple[Models, dict[str, Any]]:
     """The decoder's models and parameters of a pair; a block of one leaves nothing to draft.
 
+    Args:
+        draft: "lookup" drafts from the text alone, without a model.
+        lookup: Lets what the text itself suggests take the place of the draft's proposals.
+
     Raises:
         ValueError: If `block_size` is not in [1, what the draft was trained for], which is one more
-            than its own block where slot 0 is a proposal too.
+            than its own block where slot 0 is a proposal too; lookup alone has no upper bound.
     """
+    if lookup and not isinstance(draft, Draft):
+        raise ValueError(f"lookup=True goes with a draft model, not with draft={draft!r}")
+    plain = TargetModel(Transformer(target.config))
+    if isinstance(draft, str):
+        if draft != "lookup":
+            raise ValueError(f"{draft=} must be a draft, None or 'lookup'")
+        block_size = LOOKUP_BLOCK_SIZE if block_size is None else block_size
+        if block_size > 1:
+            return Models(plain, Lookup(), block_size, verify), {"target": target.params}
+        draft = None
     trained = 1 if draft is None else draft.config.max_proposals + 1
     block_size = trained if block_size is None else block_size
     if not 1 <= block_size <= trained:
         why = "without a draft" if draft is None else "the draft's trained block size"
         raise ValueError(f"{block_size=} must be in [1, {trained}], {why}")
     if draft is None or block_size == 1:
-        return Models(TargetModel(Transformer(target.config)), None, 1), {"target": target.params}
+        return Models(plain, None, 1), {"target": target.params}
     c = draft.config
     model = TargetModel(Transformer(target.config, c.target_layer_ids, c.last_tap))
-    fns = DraftModel(DFlashDraftModel(c), model)
+    own = DraftModel(DFlashDraftModel(c), model)
+    fns = Combined(own) if lookup else own
     return Models(model, fns, block_size, verify), {"target": target.params, "draft": draft.params}

@@ -15,16 +15,10 @@ import numpy as np
 
 from dflash_jax.adapters import bind
 from dflash_jax.decode import decode_round
-from dflash_jax.generation import (
-    Generation,
-    capacity,
-    first_capacity,
-    generate,
-    new_draft_cache,
-    new_state,
-)
+from dflash_jax.generation import Generation, generate
 from dflash_jax.pair import Draft, Target
 from dflash_jax.sampling import Picker, argmax
+from dflash_jax.states import capacity, first_capacity, new_draft_cache, new_state
 
 DATA = Path(__file__).parent / "data"
 SETS = ("held_out", "humaneval", "gsm8k", "mtbench")

@@ -266,7 +266,7 @@ class Picker:
     verify: Verify
 
     def __call__(
-        self, logits: at.Logits, slot: int, ids: Int[Array, "..."] | None = None
+        self, logits: at.Logits, slot: int | Int[Array, ""], ids: Int[Array, "..."] | None = None
     ) -> Proposals:
         """Proposals for the T slots from `slot` on, of logits `[X, B, T]`; see `sample` for `ids`."""
         positions = self.anchor[:, None] + slot + jnp.arange(logits.shape[2], dtype=jnp.int32)[None]

@@ -13,10 +13,10 @@ from dflash_jax.cache import read_rows
 from dflash_jax.checkpoint import keys
 from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
 from dflash_jax.decode import RUNNING, Models, State, decode, prefill
-from dflash_jax.generation import new_draft_cache, new_state
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.pair import Draft, Target
+from dflash_jax.states import new_draft_cache, new_state
 
 VOCAB = 64
 MANY_ROUNDS = np.int32(1000)

@@ -176,7 +176,7 @@ def test_what_is_cached_is_not_computed_again(monkeypatch):
     first = generate(target, draft, [PROMPTS[4]], max_new_tokens=30, block_size=4, keep_state=True)
     lengths = []
     monkeypatch.setattr(
-        "dflash_jax.generation.prefill",
+        "dflash_jax.jobs.prefill",
         lambda models, params, state, chunk: (
             lengths.append(
                 (int(state.length[0]), int(state.target.length[0]), int(state.draft.length[0]))

@@ -14,10 +14,10 @@ from safetensors.numpy import load_file
 from dflash_jax.adapters import bind
 from dflash_jax.cache import KVCache
 from dflash_jax.decode import decode, prefill
-from dflash_jax.generation import new_draft_cache, new_state
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.pair import load_draft, load_target
+from dflash_jax.states import new_draft_cache, new_state
 from train.anchors import sample_anchors
 from train.losses import acceptance_length
 from train.step import block_hidden, block_loss, make_blocks

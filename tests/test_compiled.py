@@ -12,8 +12,9 @@ from dflash_jax.adapters import bind
 from dflash_jax.cache import KVCache
 from dflash_jax.checkpoint import keys
 from dflash_jax.decode import decode, prefill
-from dflash_jax.generation import PREFILL_CHUNK, generate, new_draft_cache, new_state
+from dflash_jax.generation import generate
 from dflash_jax.pair import Draft, Target
+from dflash_jax.states import PREFILL_CHUNK, new_draft_cache, new_state
 
 SIZE = 256
 LENGTHS = (5, 17, 63, 64, 65, 99, 119, 120)

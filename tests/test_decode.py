@@ -26,8 +26,8 @@ from fakes import (
 from dflash_jax.acceptance import num_accepted
 from dflash_jax.cache import KVCache
 from dflash_jax.decode import LENGTH, RUNNING, STOP, insert_rows
-from dflash_jax.generation import new_state
 from dflash_jax.sampling import argmax
+from dflash_jax.states import new_state
 
 PROMPTS = prompts_of(1, 2, 5, 17, 40)
 NEW = 48

@@ -12,9 +12,9 @@ from safetensors.numpy import load_file
 from dflash_jax import Draft, Target, generate, load_draft, load_target
 from dflash_jax.adapters import DraftModel, TargetModel
 from dflash_jax.cache import KVCache
-from dflash_jax.generation import new_draft_cache
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.models.transformer import Transformer
+from dflash_jax.states import new_draft_cache
 
 CASES = [
     "dflash_full", "dflash_headdim", "dflash_old_layout", "dflash_default_ids", "dflash_sliding_causal",

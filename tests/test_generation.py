@@ -8,8 +8,8 @@ from fakes import DRAFT, TARGET, VOCAB, prompts_of, random_draft, random_params,
 
 from dflash_jax import Generation, generate
 from dflash_jax.adapters import bind
-from dflash_jax.generation import MIN_CAPACITY, capacity
 from dflash_jax.pair import Target
+from dflash_jax.states import MIN_CAPACITY, capacity
 
 PROMPTS = prompts_of(3, 50, 8)
 BLOCK = 4

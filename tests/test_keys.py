@@ -49,6 +49,29 @@ def test_draft_names_have_no_prefix_but_one_is_tolerated():
     assert keys.name_of(keys.path_of(name)) == name
 
 
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        (
+            "candidate_selector.successor_codebook",
+            "candidate_selector/successor_codebook",
+        ),
+        (
+            "candidate_selector.hidden_projection.weight",
+            "candidate_selector/hidden_projection/weight",
+        ),
+        ("prefix_gru.weight_ih_l0", "prefix_gru/weight_ih_l0"),
+        ("embed_proj.2.weight", "embed_proj/2/weight"),
+        ("markov_head.markov_w1.weight", "markov_head/markov_w1/weight"),
+    ],
+)
+def test_heads_names_map_both_ways_and_from_their_other_spellings(name, path):
+    assert keys.path_of(name) == keys.path_of(f"logit_head.{name}") == path
+    assert keys.name_of(path) == name
+    if "codebook" in name:
+        assert keys.path_of(f"{name}.weight") == path
+
+
 @pytest.mark.parametrize("folder", ["targets/qwen3_gqa", "targets/qwen3_bias_yarn", "targets/llama3", "drafts/dflash_headdim"])  # fmt: skip
 def test_expected_shapes_are_the_checkpoints_own(golden, folder):
     expected, tensors = read(golden / folder)

@@ -8,7 +8,8 @@ from fakes import prompts_of
 from training import STOP, TAPS, taps_of, tiny_target
 
 import train.regenerate
-from dflash_jax.generation import PREFILL_CHUNK, generate
+from dflash_jax.generation import generate
+from dflash_jax.states import PREFILL_CHUNK
 from train.regenerate import answer_prompts, main, read_prompts, regenerate, replay
 from train.store import read_shard, shard_paths, write_shard
 

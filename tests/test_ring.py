@@ -12,8 +12,8 @@ from test_draft import check_run, load_case
 
 from dflash_jax import generation
 from dflash_jax.cache import KVCache, write_ring
-from dflash_jax.generation import new_draft_cache
 from dflash_jax.models.draft import DFlashDraftModel, ring_size
+from dflash_jax.states import new_draft_cache
 
 WINDOW, WRITE, SIZE = 5, 6, 64
 SLIDING = dataclasses.replace(

@@ -30,10 +30,10 @@ from dflash_jax import array_typing as at
 from dflash_jax.adapters import TargetModel
 from dflash_jax.cache import grow, write_rows
 from dflash_jax.decode import RUNNING, Models, State, decode, insert_rows, prefill
-from dflash_jax.generation import PREFILL_CHUNK, new_state
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.pair import Target, load_target, load_tokenizer
 from dflash_jax.sampling import Picker, Proposals
+from dflash_jax.states import PREFILL_CHUNK, new_state
 from train.store import Example, read_ids, shard_paths, write_shard
 
 # Id, kind and token ids.

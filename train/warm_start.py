@@ -26,7 +26,7 @@ def random_params(config: DraftConfig, key: jax.Array) -> dict[str, Any]:
     )
     anchors = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     zeros = [jnp.zeros(a.shape, a.dtype) for a in (x, context, anchors)]
-    return dict(module.init(key, *zeros, method="blocks")["params"])
+    return dict(module.init(key, *zeros, method="every_parameter")["params"])
 
 
 def feature_scale(examples: Sequence[Example], sample: int = 64) -> Float[np.ndarray, " CD"]:

@@ -78,7 +78,7 @@ def expected_shapes(config: TargetConfig | DraftConfig) -> Mapping[str, tuple[in
         anchors = jnp.zeros((1, 1), jnp.int32)
         draft = DFlashDraftModel(config)
         tree = jax.eval_shape(
-            lambda k: draft.init(k, x, context, anchors, method="initialise")["params"], key
+            lambda k: draft.init(k, x, context, anchors, method="every_parameter")["params"], key
         )
     else:
         heads, width = config.num_key_value_heads, config.head_dim

@@ -75,8 +75,8 @@ class DraftConfig(TransformerConfig):
             if isinstance(self.head, DFlash2 | Domino):
                 raise ValueError(f"{self.draft_vocab_size=}: this head needs the whole vocabulary")
             object.__setattr__(self, "own_head", True)
-        if isinstance(self.head, DFlash2) and self.hidden_size % self.head.conv_group_size:
-            raise ValueError(f"{self.hidden_size=} is no multiple of {self.head.conv_group_size=}")
+        if isinstance(self.head, DFlash2):
+            self.head.check(self.hidden_size, self.vocab_size)
         check_target_layer_ids(self.target_layer_ids, self.num_target_layers)
 
     @property

@@ -1,6 +1,14 @@
 """The draft heads of the family beyond plain DFlash, under their checkpoints' own names."""
 
 import dataclasses
+from typing import Any
+
+
+def require_positive(head: Any, but: tuple[str, ...] = ()) -> None:
+    """Raises ValueError for a field below 1, those named in `but` aside."""
+    for field in dataclasses.fields(head):
+        if field.name not in but and getattr(head, field.name) < 1:
+            raise ValueError(f"{field.name}={getattr(head, field.name)!r} must be at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -12,6 +20,16 @@ class DFlash2:
     selector_rank: int
     selector_top_k: int
 
+    def __post_init__(self):
+        require_positive(self)
+
+    def check(self, hidden_size: int, vocab_size: int) -> None:
+        """Raises ValueError if it does not fit a draft of this size."""
+        if hidden_size % self.conv_group_size:
+            raise ValueError(f"{self.conv_group_size=} does not divide {hidden_size=}")
+        if self.selector_top_k > vocab_size:
+            raise ValueError(f"{self.selector_top_k=} is above {vocab_size=}")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Domino:
@@ -22,12 +40,26 @@ class Domino:
     pure_draft_prefix_len: int = 0
     shift_label: bool = False
 
+    def __post_init__(self):
+        require_positive(self, but=("pure_draft_prefix_len", "shift_label"))
+        if self.pure_draft_prefix_len < 0:
+            raise ValueError(f"{self.pure_draft_prefix_len=} must be at least 0")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DSpark:
     """A low-rank bigram term from the token before each slot is added to the draft's logits."""
 
     markov_rank: int
+    markov_head_type: str = "vanilla"
+
+    def __post_init__(self):
+        require_positive(self, but=("markov_head_type",))
+        if self.markov_head_type != "vanilla":
+            raise ValueError(
+                f"markov_head_type={self.markov_head_type!r} is not supported, only 'vanilla': what the "
+                "gated and the RNN form compute is not documented"
+            )
 
 
 Head = DFlash2 | Domino | DSpark

@@ -11,22 +11,20 @@ from jaxtyping import Array, Float, Int
 from dflash_jax import array_typing as at
 from dflash_jax.cache import KVCache
 from dflash_jax.config import DraftConfig
-from dflash_jax.models.transformer import Attention, DecoderLayer, Embedding, Linear, RMSNorm
+from dflash_jax.models.heads import HEADS
+from dflash_jax.models.heads.seam import Embed, Pick
+from dflash_jax.models.transformer import Embedding, Linear, RMSNorm
 from dflash_jax.ops.attention import attention, block_attention
 from dflash_jax.ops.mask import block_masks, draft_mask
 from dflash_jax.ops.rope import rope_table
-
-
-class DFlashAttention(Attention):
-    """The references' name; keys and values of the context skip the input norm, all else is `Attention`."""
-
-
-class DFlashDecoderLayer(DecoderLayer):
-    attention_type: type[Attention] = DFlashAttention
+from dflash_jax.sampling import Proposals
 
 
 class DFlashDraftModel(nn.Module):
-    """Maps block embeddings to hidden states; embeddings and head are the target's, or its own if it has them."""
+    """Maps block embeddings to hidden states; embeddings and output head are the target's, or its own.
+
+    The parameters of the config's draft head, if it has any, lie beside the others, as in checkpoints.
+    """
 
     config: DraftConfig
 
@@ -34,7 +32,8 @@ class DFlashDraftModel(nn.Module):
         c = self.config
         self.fc = Linear(len(c.target_layer_ids) * c.hidden_size, c.hidden_size)
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.layers = [DFlashDecoderLayer(c) for _ in range(c.num_hidden_layers)]
+        head_type = HEADS[type(c.head)]
+        self.layers = [head_type.layer_type(c) for _ in range(c.num_hidden_layers)]
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         if c.own_embedding:
             self.embed_tokens = Embedding(c.vocab_size, c.hidden_size)
@@ -43,6 +42,14 @@ class DFlashDraftModel(nn.Module):
         if c.draft_vocab_size is not None:
             # Target id less draft id, as in the checkpoint; `adapters` adds the draft's own id.
             self.param("d2t", lambda _, size: jnp.zeros((size,), jnp.int32), c.draft_vocab_size)
+        self.head = head_type(c)
+        nn.share_scope(self, self.head)
+
+    def propose(
+        self, hidden: at.Hidden, logits: at.Logits, anchor: at.Rows, embed: Embed, pick: Pick
+    ) -> Proposals:
+        """See `heads.seam.Head.propose`."""
+        return self.head.propose(hidden, logits, anchor, embed, pick)
 
     def extend(self, context: at.Context, cache: KVCache) -> KVCache:
         """Projects taps `[C * D, B, T]` to every layer's keys and values, at positions `[length, length + T)`.
@@ -110,16 +117,21 @@ class DFlashDraftModel(nn.Module):
         """Float32 logits `[V, B, T]` of the draft's own head, a row for each id that it can propose."""
         return self.lm_head.logits(hidden)
 
-    def initialise(
+    def every_parameter(
         self, x: at.Hidden, context: Float[Array, "CD B S"], anchors: Int[Array, "B A"]
-    ) -> at.Hidden:
-        """`blocks`, and whatever else has parameters, for shapes and random values."""
-        hidden = self.blocks(x, context, anchors)
-        if self.config.own_embedding:
+    ) -> None:
+        """Uses each of them once, for `init`; see `blocks`."""
+        c, hidden = self.config, self.blocks(x, context, anchors)
+        if c.own_embedding:
             self.embed(anchors)
-        if self.config.own_head:
+        if c.own_head:
             self.logits(hidden)
-        return hidden
+        logits = jnp.zeros((c.draft_vocab_size or c.vocab_size, *hidden.shape[1:]))
+
+        def pick(logits, slot, ids=None):
+            return Proposals(jnp.zeros(logits.shape[1:], jnp.int32))
+
+        self.propose(hidden, logits, anchors[:, 0], lambda tokens: x[:, :, :1], pick)
 
     def blocks(
         self, x: at.Hidden, context: Float[Array, "CD B S"], anchors: Int[Array, "B A"]
@@ -151,8 +163,9 @@ class DFlashDraftModel(nn.Module):
         size = context.shape[2]
         masks = {see: block_masks(anchors, size, Q, *see, c.window_rule) for see in self._layouts()}
         for layer, (ctx_k, ctx_v), see in zip(self.layers, rows, self._layouts()):
-            q, k, v = layer.project(x, table)
-            x = layer.finish(x, block_attention(q, k, v, ctx_k, ctx_v, *masks[see]))
+            q, k, v = layer.project(x, table, A)
+            attended = block_attention(q, k, v, ctx_k, ctx_v, *masks[see])
+            x = layer.finish(x, attended, A)
         return self.norm(x)
 
 
