@@ -84,8 +84,8 @@ def generate(
         target, draft, prompts, max_new_tokens, stop_token_ids, block_size, sampling, key, lookup, state
     )  # fmt: skip
     done, last = job.run_all(state, rows, keep_state)
-    tokens, finish, rounds = ([row[i] for row in done] for i in range(3))
-    return Generation(tokens, finish, rounds, last if keep_state else None)
+    tokens, finish = [row.tokens for row in done], [row.finish for row in done]
+    return Generation(tokens, finish, [r.rounds for r in done], last if keep_state else None)
 
 
 def stream(

@@ -136,8 +136,8 @@ class Job:
             raise ValueError(f"a state of {count} prompts does not fit {rows=}")
         last = self.start(range(min(rows, count))) if state is None else self.resume(state)
         found: dict[int, Row] = {}
-        for index, row, last in self.run(last):  # noqa: B020 (the last one is kept)
-            found[index] = row
+        for index, row, state in self.run(last):
+            found[index], last = row, state
         return [found[i] for i in range(count)], last
 
     def _refill(self, state: State, row: int, index: int) -> State:
