@@ -129,12 +129,14 @@ def bind(
     block_size: int | None = None,
     verify: Verify = "coupled",
     lookup: bool = False,
+    adapt_width: bool = False,
 ) -> tuple[Models, dict[str, Any]]:
     """The decoder's models and parameters of a pair; a block of one leaves nothing to draft.
 
     Args:
         draft: "lookup" drafts from the text alone, without a model.
         lookup: Lets what the text itself suggests take the place of the draft's proposals.
+        adapt_width: Lets the target read fewer slots of a block while few are accepted.
 
     Raises:
         ValueError: If `block_size` is not in [1, what the draft was trained for], which is one more
@@ -148,7 +150,8 @@ def bind(
             raise ValueError(f"{draft=} must be a draft, None or 'lookup'")
         block_size = LOOKUP_BLOCK_SIZE if block_size is None else block_size
         if block_size > 1:
-            return Models(plain, Lookup(), block_size, verify), {"target": target.params}
+            widths = block_widths(block_size, adapt_width)
+            return Models(plain, Lookup(), block_size, verify, widths), {"target": target.params}
         draft = None
     trained = 1 if draft is None else draft.config.max_proposals + 1
     block_size = trained if block_size is None else block_size
@@ -161,4 +164,12 @@ def bind(
     model = TargetModel(Transformer(target.config, c.target_layer_ids, c.last_tap))
     own = DraftModel(DFlashDraftModel(c), model)
     fns = Combined(own) if lookup else own
-    return Models(model, fns, block_size, verify), {"target": target.params, "draft": draft.params}
+    widths = block_widths(block_size, adapt_width)
+    params = {"target": target.params, "draft": draft.params}
+    return Models(model, fns, block_size, verify, widths), params
+
+
+def block_widths(block_size: int, adapt: bool) -> tuple[int, ...]:
+    """Powers of two from 2 on, and the block size; or that alone."""
+    powers = [1 << i for i in range(1, block_size.bit_length()) if 1 << i < block_size]
+    return (*powers, block_size) if adapt else (block_size,)

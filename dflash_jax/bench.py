@@ -7,17 +7,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.adapters import bind
-from dflash_jax.decode import decode_round
+from dflash_jax.decode import Models, decode_round
 from dflash_jax.generation import Generation, generate
 from dflash_jax.pair import Draft, Target
-from dflash_jax.sampling import Picker, argmax
+from dflash_jax.sampling import Picker, Sampling, argmax
 from dflash_jax.states import capacity, first_capacity, new_draft_cache, new_state
 
 DATA = Path(__file__).parent / "data"
@@ -89,51 +89,53 @@ def read_prompts(source: str, limit: int | None = None) -> list[str]:
 
 def run(
     target: Target,
-    draft: Draft,
+    draft: Draft | Literal["lookup"],
     prompts: Sequence[list[int]],
     *,
     max_new_tokens: int,
     block_size: int | None = None,
+    sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
+    key: jax.Array | None = None,
+    lookup: bool = False,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Report:
     """Decodes every prompt alone, plain and with the draft in turn, and compares.
 
     Compilation is left out: each way runs every prompt's capacity once before the clock starts.
     """
-    models, _ = bind(target, draft, block_size)
+    models, params = bind(target, draft, block_size, sampling.verify, lookup)
     if models.draft is None:
         raise ValueError(f"{block_size=} drafts nothing, so there is nothing to compare")
     if max_new_tokens < 2:
         raise ValueError(f"{max_new_tokens=} leaves no round to measure; give at least 2")
-    ways = [(draft, block_size), (None, None)]
+    ways = [
+        {"draft": draft, "block_size": block_size, "lookup": lookup},
+        {"draft": None, "block_size": None, "lookup": False},
+    ]
 
-    def call(way, prompt, tokens) -> Generation:
-        return generate(target, way[0], [prompt], max_new_tokens=tokens, block_size=way[1])
+    def call(way: dict[str, Any], prompt: list[int], stops: tuple[int, ...] | None) -> Generation:
+        return generate(
+            target, prompts=[prompt], max_new_tokens=max_new_tokens, stop_token_ids=stops,
+            sampling=sampling, key=key, **way,
+        )  # fmt: skip
 
     # From its first capacity on, the longest prompt goes through all those that shorter ones meet,
     # if no stop id ends it early.
     longest = {first_capacity(len(p), models.block_size): p for p in sorted(prompts, key=len)}
     for way in ways:
         for p in longest.values():
-            generate(
-                target,
-                way[0],
-                [p],
-                max_new_tokens=max_new_tokens,
-                block_size=way[1],
-                stop_token_ids=(),
-            )
+            call(way, p, ())
     seconds, outputs = {0: 0.0, 1: 0.0}, {0: [], 1: []}
     for done, prompt in enumerate(prompts):
         for i in (done % 2, 1 - done % 2):  # which goes first alternates
             start = time.perf_counter()
-            outputs[i].append(call(ways[i], prompt, max_new_tokens))
+            outputs[i].append(call(ways[i], prompt, None))
             seconds[i] += time.perf_counter() - start
         progress(done + 1)
     tokens = sum(len(out.tokens[0]) for out in outputs[0])
     counts = [count for out in outputs[0] for count in out.rounds[0]]
     length = max(map(len, prompts)) + max_new_tokens // 2
-    verify, drafting, whole = round_seconds(target, draft, models.block_size, length)
+    verify, drafting, whole = round_seconds(target, draft, models, params, length)
     mismatched = [i for i, (a, b) in enumerate(zip(outputs[0], outputs[1])) if a.tokens != b.tokens]
     return Report(
         prompts=len(prompts), equal=len(prompts) - len(mismatched), tokens=tokens,
@@ -146,14 +148,13 @@ def run(
 
 
 def round_seconds(
-    target: Target, draft: Draft, block_size: int, length: int
+    target: Target, draft: Draft | Literal["lookup"], models: Models, params: Any, length: int
 ) -> tuple[float, float, float]:
     """Median seconds of the target's part of a round, of the draft's, and of the whole round.
 
     Three programs of their own, called in turn, with one row and `length` used positions.
     """
-    models, params = bind(target, draft, block_size)
-    fns = models.draft
+    fns, block_size = models.draft, models.block_size
     assert fns is not None  # bind gives one for a draft
     size = capacity(length + (_TIMED + 2) * block_size)
     state = new_state(target, [[0] * length], [size], (), size)

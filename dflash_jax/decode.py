@@ -71,16 +71,23 @@ class Models:
         draft: The draft's functions, or None for plain decoding.
         block_size: Q: tokens the target reads a round.
         verify: How proposals are judged.
+        widths: Ascending numbers of block slots of which a round lets the target read the first that
+            recent acceptance calls for (see `choose_width`); the last is Q. By default Q alone.
     """
 
     target: TargetFns
     draft: DraftFns | None
     block_size: int
     verify: Verify = "coupled"
+    widths: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.block_size < 1:
             raise ValueError(f"{self.block_size=} must be at least 1")
+        if not self.widths:
+            object.__setattr__(self, "widths", (self.block_size,))
+        if list(self.widths) != sorted(set(self.widths)) or self.widths[-1] != self.block_size:
+            raise ValueError(f"{self.widths=} must ascend to {self.block_size=}")
 
 
 @no_type_check  # JAX rebuilds it around shapes and shardings too
@@ -219,9 +226,24 @@ def decode_round(models: Models, params: Any, state: State) -> State:
         proposals, draft = models.draft.propose(params, state.tokens, draft, Q, pick)
         chex.assert_shape(proposals.tokens, (B, Q - 1))
     block = jnp.concatenate([read_rows(state.tokens, anchor, 1), proposals.tokens], axis=1)
-    hidden, context, target = models.target.forward(params, block, state.target)
-    logits = models.target.logits(params, hidden)
-    predicted, accepted = verify(models.verify, logits, proposals, state.sampling, anchor)
+
+    def read(width: int):
+        """The target's part of the round over the block's first `width` slots."""
+        hidden, context, target = models.target.forward(params, block[:, :width], state.target)
+        logits = models.target.logits(params, hidden)
+        first = jax.tree.map(lambda x: x[..., : width - 1], proposals)
+        predicted, accepted = verify(models.verify, logits, first, state.sampling, anchor)
+        rest = Q - width
+        predicted = jnp.pad(predicted, ((0, 0), (0, rest)))
+        return predicted, accepted, jnp.pad(context, ((0, 0), (0, 0), (0, rest))), target
+
+    if len(models.widths) == 1:
+        predicted, accepted, context, target = read(Q)
+    else:
+        branches = [functools.partial(read, width) for width in models.widths]
+        predicted, accepted, context, target = jax.lax.switch(
+            choose_width(state, models.widths), branches
+        )
     if models.draft is not None:
         draft = models.draft.extend(params, context, draft)
     running = state.finish == RUNNING
@@ -235,6 +257,22 @@ def decode_round(models: Models, params: Any, state: State) -> State:
     # Round r's count stands in slot r - 1; rows that have ended write zeros behind theirs.
     committed = write_rows(state.committed, count, state.rounds - running, axis=1)
     return rewind(state.replace(committed=committed))
+
+
+RECENT = 3  # rounds
+
+
+def choose_width(state: State, widths: tuple[int, ...]) -> Int[Array, ""]:
+    """Index of the narrowest width above what any running row committed in its last `RECENT` rounds.
+
+    So a row that accepts all that it is given gets a wider block in the next round; rows with fewer
+    rounds behind them get all.
+    """
+    start = jnp.maximum(state.rounds - RECENT, 0)
+    most = read_rows(state.committed, start, RECENT).max(axis=1)
+    wanted = jnp.where(state.rounds < RECENT, widths[-1], most + 1)
+    wanted = jnp.where(state.finish == RUNNING, wanted, 0).max()
+    return jnp.sum(wanted > jnp.array(widths[:-1]))
 
 
 def commit(

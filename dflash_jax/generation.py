@@ -50,6 +50,7 @@ def generate(
     sampling: Sampling | Sequence[Sampling] = Sampling(),  # noqa: B008 (immutable)
     key: jax.Array | None = None,
     lookup: bool = False,
+    adapt_width: bool = False,
     rows: int = MAX_ROWS,
     state: State | None = None,
     keep_state: bool = False,
@@ -70,6 +71,7 @@ def generate(
             `jax.random.key(0)`. A prompt's text depends on its own key alone, not on its neighbours.
         lookup: With a draft model: where the last tokens recur in the text, propose what followed
             instead.
+        adapt_width: Let the target read fewer slots of a block while few are accepted.
         rows: Prompts decoded at once; as rows end, further prompts take their places.
         state: An earlier call's, with the same draft. It is consumed, and its rows go on: nothing that
             is cached is computed again.
@@ -81,7 +83,8 @@ def generate(
         FloatingPointError: If the target's logits are not numbers.
     """
     job = make_job(
-        target, draft, prompts, max_new_tokens, stop_token_ids, block_size, sampling, key, lookup, state
+        target, draft, prompts, max_new_tokens, stop_token_ids, sampling, key, state,
+        block_size=block_size, lookup=lookup, adapt_width=adapt_width,
     )  # fmt: skip
     done, last = job.run_all(state, rows, keep_state)
     tokens, finish = [row.tokens for row in done], [row.finish for row in done]
@@ -99,6 +102,7 @@ def stream(
     sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
     key: jax.Array | None = None,
     lookup: bool = False,
+    adapt_width: bool = False,
     rounds: int = 1,
 ) -> Iterator[list[int]]:
     """Yields one prompt's new tokens as they are committed, the same ones as `generate`.
@@ -113,7 +117,8 @@ def stream(
         ValueError, FloatingPointError: As `generate`, before the first piece.
     """
     job = make_job(
-        target, draft, [prompt], max_new_tokens, stop_token_ids, block_size, sampling, key, lookup, None
+        target, draft, [prompt], max_new_tokens, stop_token_ids, sampling, key,
+        block_size=block_size, lookup=lookup, adapt_width=adapt_width,
     )  # fmt: skip
     if rounds < 1:
         raise ValueError(f"{rounds=} must be at least 1")

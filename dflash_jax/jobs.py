@@ -171,13 +171,12 @@ def make_job(
     prompts: Any,
     max_new_tokens: int,
     stop_token_ids: Sequence[int] | None,
-    block_size: int | None,
     sampling: Sampling | Sequence[Sampling],
     key: jax.Array | None,
-    lookup: bool,
-    state: State | None,
+    state: State | None = None,
+    **drafting: Any,
 ) -> Job:
-    """Checks `generate`'s arguments."""
+    """Checks `generate`'s arguments; `drafting` are those that `adapters.bind` takes."""
     stops = target.stop_token_ids if stop_token_ids is None else tuple(stop_token_ids)
     prompts = [[int(i) for i in prompt] for prompt in prompts]
     before = _lengths(state, len(prompts))
@@ -188,7 +187,7 @@ def make_job(
     rules = {s.verify for s in settings}
     if len(rules) > 1:
         raise ValueError(f"the prompts' sampling settings have different verify: {sorted(rules)}")
-    models, params = bind(target, draft, block_size, rules.pop(), lookup)
+    models, params = bind(target, draft, verify=rules.pop(), **drafting)
     if state is not None and (state.draft is None) != (models.draft is None):
         raise ValueError("the state was made with a draft, or without one, unlike this call")
     positions = target.config.max_position_embeddings

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from dflash_jax.checkpoint import hf, keys
 from dflash_jax.config import DraftConfig
 from dflash_jax.config.heads import DFlash2, Domino, DSpark, Head
-from dflash_jax.pair import Draft, Target, load_target
+from dflash_jax.pair import Draft, Target, load_target, read_draft_config
 
 SMALL: dict[str, Head | None] = {
     "plain": None,
@@ -41,17 +41,9 @@ class HeadCase:
 
 @functools.cache
 def load_head_case(golden, name: str) -> HeadCase:
-    """A golden draft; the sliding one's layers are read as full ones."""
     folder = golden / "drafts" / name
     info = json.loads((folder / "case.json").read_text())
-    raw = json.loads((folder / "config.json").read_text())
-    nested = raw["dflash_config"]
-    kind = Domino if nested.pop("projector_type", None) == "domino" else DFlash2
-    fields = [f.name for f in dataclasses.fields(kind)]
-    head = kind(**{field: nested.pop(field) for field in fields})
-    raw |= {"use_sliding_window": False, "sliding_window": None}
-    raw["layer_types"] = ["full_attention"] * raw["num_hidden_layers"]
-    config = dataclasses.replace(DraftConfig.from_hf(raw), head=head)
+    config = read_draft_config(folder)
     params = keys.assemble(
         hf.read_tensors(folder), keys.expected_shapes(config), folder, jnp.float32
     )

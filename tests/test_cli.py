@@ -172,8 +172,8 @@ def test_bench_fails_when_outputs_differ(pair, capsys, tmp_path, monkeypatch):
     prompts.write_text(json.dumps({"text": "one"}) + "\n")
     honest = bench.generate
 
-    def broken(target, draft, prompts, **kwargs):
-        out = honest(target, draft, prompts, **kwargs)
+    def broken(target, draft, **kwargs):
+        out = honest(target, draft, **kwargs)
         if draft is not None:
             out.tokens[0][-1] += 1
         return out
