@@ -170,6 +170,6 @@ def bind(
 
 
 def block_widths(block_size: int, adapt: bool) -> tuple[int, ...]:
-    """Powers of two from 2 on, and the block size; or that alone."""
+    """Powers of two from 2 on, and the block size; none without adaptation."""
     powers = [1 << i for i in range(1, block_size.bit_length()) if 1 << i < block_size]
-    return (*powers, block_size) if adapt else (block_size,)
+    return (*powers, block_size) if adapt else ()

@@ -72,7 +72,7 @@ class Models:
         block_size: Q: tokens the target reads a round.
         verify: How proposals are judged.
         widths: Ascending numbers of block slots of which a round lets the target read the first that
-            recent acceptance calls for (see `choose_width`); the last is Q. By default Q alone.
+            recent acceptance calls for (see `choose_width`); the last is Q. Empty: always Q.
     """
 
     target: TargetFns
@@ -84,9 +84,8 @@ class Models:
     def __post_init__(self):
         if self.block_size < 1:
             raise ValueError(f"{self.block_size=} must be at least 1")
-        if not self.widths:
-            object.__setattr__(self, "widths", (self.block_size,))
-        if list(self.widths) != sorted(set(self.widths)) or self.widths[-1] != self.block_size:
+        ascending = list(self.widths) == sorted(set(self.widths))
+        if self.widths and not (ascending and self.widths[-1] == self.block_size):
             raise ValueError(f"{self.widths=} must ascend to {self.block_size=}")
 
 
@@ -207,14 +206,28 @@ def decode(
         return (running >= least_running) & room & (done < max_rounds)
 
     def step(carry):
-        state, done = carry
-        return decode_round(models, params, state), done + 1
+        if not models.widths:
+            return decode_round(models, params, carry[0]), carry[1] + 1
+        # A loop for each width, of which the rounds run one: a switch would copy the caches.
+        for i, width in enumerate(models.widths):
+
+            def chosen(carry, i=i):
+                return cond(carry) & (choose_width(carry[0], models.widths) == i)
+
+            def one(carry, width=width):
+                return decode_round(models, params, carry[0], width), carry[1] + 1
+
+            carry = jax.lax.while_loop(chosen, one, carry)
+        return carry
 
     return jax.lax.while_loop(cond, step, (state, jnp.zeros((), jnp.int32)))[0]
 
 
-def decode_round(models: Models, params: Any, state: State) -> State:
+def decode_round(models: Models, params: Any, state: State, width: int | None = None) -> State:
     """Drafts, verifies and commits one block of every running row.
+
+    Args:
+        width: Block slots that the target reads, at least 1 and at most Q; default Q.
 
     Source: arXiv 2602.06036, section 3; dflash 0.1.0 `dflash_generate`.
     """
@@ -226,24 +239,11 @@ def decode_round(models: Models, params: Any, state: State) -> State:
         proposals, draft = models.draft.propose(params, state.tokens, draft, Q, pick)
         chex.assert_shape(proposals.tokens, (B, Q - 1))
     block = jnp.concatenate([read_rows(state.tokens, anchor, 1), proposals.tokens], axis=1)
-
-    def read(width: int):
-        """The target's part of the round over the block's first `width` slots."""
-        hidden, context, target = models.target.forward(params, block[:, :width], state.target)
-        logits = models.target.logits(params, hidden)
-        first = jax.tree.map(lambda x: x[..., : width - 1], proposals)
-        predicted, accepted = verify(models.verify, logits, first, state.sampling, anchor)
-        rest = Q - width
-        predicted = jnp.pad(predicted, ((0, 0), (0, rest)))
-        return predicted, accepted, jnp.pad(context, ((0, 0), (0, 0), (0, rest))), target
-
-    if len(models.widths) == 1:
-        predicted, accepted, context, target = read(Q)
-    else:
-        branches = [functools.partial(read, width) for width in models.widths]
-        predicted, accepted, context, target = jax.lax.switch(
-            choose_width(state, models.widths), branches
-        )
+    width = Q if width is None else width
+    proposals = jax.tree.map(lambda x: x[..., : width - 1], proposals)
+    hidden, context, target = models.target.forward(params, block[:, :width], state.target)
+    logits = models.target.logits(params, hidden)
+    predicted, accepted = verify(models.verify, logits, proposals, state.sampling, anchor)
     if models.draft is not None:
         draft = models.draft.extend(params, context, draft)
     running = state.finish == RUNNING

@@ -10,7 +10,7 @@ set of most likely ids whose probability reaches `top_p`.
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,7 @@ class Sampling:
             raise ValueError(f"verify={self.verify!r} must be one of {', '.join(VERIFY)}")
 
 
+@no_type_check  # JAX rebuilds it around shapes and shardings too
 class RowSampling(struct.PyTreeNode):
     """`Sampling` of each row, as values: none of them recompiles.
 
