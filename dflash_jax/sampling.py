@@ -10,6 +10,7 @@ set of most likely ids whose probability reaches `top_p`.
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
@@ -183,44 +184,54 @@ def sample(
         logits: `[X, B, T]`.
         positions: Of the tokens that are picked, `[B, T]`.
         stream: Of noise.
-        ids: Token id of each logit, broadcastable to its shape; None if X is the vocabulary.
+        ids: Token id of each logit, `[X]` or `[X, B, T]`; None if X is the vocabulary.
 
     Returns:
         Ids `[B, T]`; the vocabulary's size, or more, where the logits are NaN.
     """
-    X = logits.shape[0]
-
-    def every_id():
-        """Made in the branches that want it: it is as large as the logits."""
-        axis = jnp.arange(X, dtype=jnp.int32)[:, None, None]
-        named = axis if ids is None else ids.reshape(*ids.shape, *(1,) * (3 - ids.ndim))
-        return jnp.broadcast_to(named, logits.shape)
+    X, B, T = logits.shape
 
     def id_of(index):
-        if ids is None:
-            return index
-        return jnp.take_along_axis(every_id(), jnp.minimum(index, X - 1)[None], axis=0)[0]
+        index = jnp.minimum(index, X - 1)
+        if ids is None or ids.ndim == 1:
+            return index if ids is None else ids[index]
+        return jnp.take_along_axis(ids, index[None], axis=0)[0]
 
     best = argmax(logits)
     greedy = jnp.where(best < X, id_of(best), jnp.iinfo(jnp.int32).max)
 
-    def everywhere():
-        return id_of(argmax(scaled(logits, rows) + gumbel(rows, stream, positions, every_id())))
+    def everywhere(logits, positions, token):
+        return argmax(scaled(logits, rows) + gumbel(rows, stream, positions, token))
 
-    def filtered():
+    def filtered(logits, positions, token):
         x = scaled(logits, rows)
         total = jax.nn.logsumexp(x, axis=0)
         few = min(CANDIDATES, X)
 
         def among(count):
-            return id_of(_pick_filtered(x, total, rows, stream, positions, every_id(), count))
+            return _pick_filtered(x, total, rows, stream, positions, token, count)
 
         return jax.lax.cond(_suffices(x, total, rows, few), lambda: among(few), lambda: among(X))
+
+    def slot_by_slot(pick):
+        """So that what a pick needs beside the logits is as large as one slot's."""
+        named = jnp.arange(X, dtype=jnp.int32) if ids is None else ids
+
+        def one(i):
+            def column(x):
+                return jax.lax.dynamic_slice_in_dim(x, i, 1, x.ndim - 1)
+
+            token = named[:, None, None] if named.ndim == 1 else column(named)
+            token = jnp.broadcast_to(token, (X, B, 1))
+            return pick(column(logits), column(positions), token)[:, 0]
+
+        return id_of(jax.lax.map(one, jnp.arange(T)).T)
 
     sampling = rows.temperature > 0
     every = jnp.all((rows.top_k == 0) & (rows.top_p >= 1) | ~sampling)
     case = jnp.where(jnp.any(sampling), jnp.where(every, 1, 2), 0)
-    tokens = jax.lax.switch(case, [lambda: greedy, everywhere, filtered])
+    sampled = [functools.partial(slot_by_slot, pick) for pick in (everywhere, filtered)]
+    tokens = jax.lax.switch(case, [lambda: greedy, *sampled])
     return jnp.where(sampling[:, None] & (best < X), tokens, greedy)
 
 

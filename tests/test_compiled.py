@@ -200,5 +200,7 @@ def test_a_round_of_the_embedded_pair_copies_no_cache(block_size, dtype):
             found[0],
         )
     if dtype == "float32":
-        logits, layer = 49152 * block_size * 4, 2 * 3 * 2 * SIZE * 64 * 4
-        assert program.memory_analysis().temp_size_in_bytes < 3 * logits + layer
+        slot, layer = 49152 * 4, 2 * 3 * 2 * SIZE * 64 * 4
+        # Three times the logits, and what sampling with a wide filter sorts of one slot at a time.
+        bound = 3 * block_size * slot + 10 * slot + layer
+        assert program.memory_analysis().temp_size_in_bytes < bound

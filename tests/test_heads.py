@@ -20,7 +20,7 @@ from fakes import (
 )
 from heads import SMALL, HeadCase, load_head_case, small_config
 from safetensors.numpy import load_file
-from test_draft import block, check_run, embed, extend, head
+from test_draft import block, bound, check_run, embed, extend, head
 from test_lookup import search
 
 from dflash_jax import generate
@@ -117,20 +117,18 @@ def test_candidates_come_largest_first_and_the_lower_id_first_among_equals(dflas
 def check_two_rounds(case, prefixes):
     """The draft's states and logits of blocks on one cache."""
     c = case.draft.config
-    module, target = DFlashDraftModel(c), Transformer(case.target.config)
+    module, (fns, params) = DFlashDraftModel(c), bound(case)
     cache = KVCache.zeros(
         c.num_hidden_layers, 1, c.num_key_value_heads, SLOTS, c.head_dim, jnp.float32
     )
     for prefix in prefixes:
         ids = jnp.asarray(case.expected[prefix + "block_ids"], jnp.int32)
         cache = extend(module, case.draft.params, case.expected[prefix + "features"], cache)
-        hidden, cache = block(
-            module, case.draft.params, embed(target, case.target.params, ids), cache
-        )
+        hidden, cache = block(module, case.draft.params, embed(fns, params, ids), cache)
         case.close(hidden, case.expected[prefix + "hidden"], "hidden")
         names = [prefix + "logits", prefix + "base_logits"]
         (logits,) = [case.expected[name] for name in names if name in case.expected]
-        case.close(head(target, case.target.params, hidden), logits, "logits")
+        case.close(head(fns, params, hidden), logits, "logits")
 
 
 @pytest.mark.parametrize("j", [0, 1])
@@ -174,7 +172,7 @@ def test_domino_proposes_like_the_reference(domino, i, shift, pure):
 @pytest.mark.parametrize("i", [0, 1])
 def test_domino_proposes_like_the_reference_from_any_states(domino, i):
     hidden = domino.expected[f"rand{i}_hidden"]
-    logits = head(Transformer(domino.target.config), domino.target.params, hidden)
+    logits = head(*bound(domino), hidden)
     config, P = domino.draft.config, len(hidden) - 1
     anchor = domino.expected[f"rand{i}_block_ids"][0]
     got = proposals_of(domino, config, hidden[:P], logits[:P], anchor, greedy)
@@ -283,10 +281,9 @@ def test_markov_heads_of_unknown_numerics_are_refused_by_name(kind):
         DSpark(markov_rank=4, markov_head_type=kind)
 
 
-@pytest.mark.parametrize("lookup", [True, False])
-def test_draft_names_and_lookups_that_make_no_sense_are_refused(lookup):
-    with pytest.raises(ValueError, match="lookup"):
-        bind(target(), "lookup" if lookup else "other", lookup=lookup)
+def test_lookup_on_top_of_lookup_is_refused():
+    with pytest.raises(ValueError, match="lookup=True goes with a draft model"):
+        bind(target(), "lookup", lookup=True)
 
 
 @pytest.mark.parametrize("name", ["dflash2", "dflash2_sliding", "domino"])

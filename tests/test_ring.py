@@ -10,7 +10,7 @@ import pytest
 from fakes import DRAFT, random_draft, random_params
 from test_draft import check_run, load_case
 
-from dflash_jax import generation
+from dflash_jax import jobs, states
 from dflash_jax.cache import KVCache, write_ring
 from dflash_jax.models.draft import DFlashDraftModel, ring_size
 from dflash_jax.states import new_draft_cache
@@ -61,7 +61,7 @@ def test_only_a_draft_that_slides_everywhere_has_a_ring():
     def slots(config):
         return new_draft_cache(random_draft(config), 1, 512).size
 
-    assert slots(SLIDING) == WINDOW + generation.PREFILL_CHUNK
+    assert slots(SLIDING) == WINDOW + states.PREFILL_CHUNK
     assert slots(DRAFT) == 512
     mixed = dataclasses.replace(SLIDING, layer_types=("sliding_attention", "full_attention"))
     assert slots(mixed) == 512
@@ -105,7 +105,8 @@ def test_rounds_on_a_ring_equal_rounds_on_the_whole_context(rule):
 
 @pytest.mark.parametrize("name", ["dflash_sliding_causal", "dflash_sliding_bidirectional"])
 def test_generations_that_wrap_equal_the_references(golden, monkeypatch, name):
-    monkeypatch.setattr(generation, "PREFILL_CHUNK", 16)
+    for module in (jobs, states):
+        monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
     case = load_case(golden, name)
     ids = case.expected["gen_p1_ids"]
     assert new_draft_cache(case.draft, 1, 256).size < len(ids) / 2
