@@ -190,6 +190,8 @@ def sample(
         Ids `[B, T]`; the vocabulary's size, or more, where the logits are NaN.
     """
     X, B, T = logits.shape
+    if not T:
+        return jnp.zeros((B, 0), jnp.int32)
 
     def id_of(index):
         index = jnp.minimum(index, X - 1)
@@ -199,19 +201,6 @@ def sample(
 
     best = argmax(logits)
     greedy = jnp.where(best < X, id_of(best), jnp.iinfo(jnp.int32).max)
-
-    def everywhere(logits, positions, token):
-        return argmax(scaled(logits, rows) + gumbel(rows, stream, positions, token))
-
-    def filtered(logits, positions, token):
-        x = scaled(logits, rows)
-        total = jax.nn.logsumexp(x, axis=0)
-        few = min(CANDIDATES, X)
-
-        def among(count):
-            return _pick_filtered(x, total, rows, stream, positions, token, count)
-
-        return jax.lax.cond(_suffices(x, total, rows, few), lambda: among(few), lambda: among(X))
 
     def slot_by_slot(pick):
         """So that what a pick needs beside the logits is as large as one slot's."""
@@ -223,16 +212,45 @@ def sample(
 
             token = named[:, None, None] if named.ndim == 1 else column(named)
             token = jnp.broadcast_to(token, (X, B, 1))
-            return pick(column(logits), column(positions), token)[:, 0]
+            return pick(column(logits), rows, stream, column(positions), token)[:, 0]
 
         return id_of(jax.lax.map(one, jnp.arange(T)).T)
 
     sampling = rows.temperature > 0
     every = jnp.all((rows.top_k == 0) & (rows.top_p >= 1) | ~sampling)
     case = jnp.where(jnp.any(sampling), jnp.where(every, 1, 2), 0)
-    sampled = [functools.partial(slot_by_slot, pick) for pick in (everywhere, filtered)]
+    sampled = [functools.partial(slot_by_slot, pick) for pick in (_everywhere, _filtered)]
     tokens = jax.lax.switch(case, [lambda: greedy, *sampled])
     return jnp.where(sampling[:, None] & (best < X), tokens, greedy)
+
+
+def _everywhere(
+    logits: at.Logits,
+    rows: RowSampling,
+    stream: int,
+    positions: at.Positions,
+    token: Int[Array, "X B T"],
+) -> Int[Array, "B T"]:
+    """Index of the noisy maximum among all."""
+    return argmax(scaled(logits, rows) + gumbel(rows, stream, positions, token))
+
+
+def _filtered(
+    logits: at.Logits,
+    rows: RowSampling,
+    stream: int,
+    positions: at.Positions,
+    token: Int[Array, "X B T"],
+) -> Int[Array, "B T"]:
+    """Index of the noisy maximum among those that the filters keep."""
+    x = scaled(logits, rows)
+    total = jax.nn.logsumexp(x, axis=0)
+    few = min(CANDIDATES, len(x))
+
+    def among(count):
+        return _pick_filtered(x, total, rows, stream, positions, token, count)
+
+    return jax.lax.cond(_suffices(x, total, rows, few), lambda: among(few), lambda: among(len(x)))
 
 
 def _suffices(x: at.Logits, total: Array, rows: RowSampling, count: int) -> Bool[Array, ""]:
