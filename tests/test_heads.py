@@ -18,9 +18,9 @@ from fakes import (
     rounds_of,
     rows_of,
 )
-from heads import SMALL, HeadCase, load_head_case, small_config
+from heads import SMALL, small_config
 from safetensors.numpy import load_file
-from test_draft import block, bound, check_run, embed, extend, head
+from test_draft import Case, block, bound, check_run, embed, extend, head, load_case
 from test_lookup import search
 
 from dflash_jax import generate
@@ -44,12 +44,12 @@ SLOTS = 48
 
 @pytest.fixture
 def dflash2(golden):
-    return load_head_case(golden, "dflash2")
+    return load_case(golden, "dflash2")
 
 
 @pytest.fixture
 def domino(golden):
-    return load_head_case(golden, "domino")
+    return load_case(golden, "domino")
 
 
 def columns(x):
@@ -70,7 +70,7 @@ def propose(module, target, params, hidden, logits, anchor, pick, *given):
     return module.apply({"params": draft}, *inputs, method="propose")
 
 
-def proposals_of(case: HeadCase, config, hidden, logits, anchor, pick, *given) -> Proposals:
+def proposals_of(case: Case, config, hidden, logits, anchor, pick, *given) -> Proposals:
     module, target = DFlashDraftModel(config), Transformer(case.target.config)
     params = case.draft.params, case.target.params
     anchor = jnp.asarray(anchor, jnp.int32)
@@ -93,7 +93,7 @@ def warm(logits, slot, ids):
 @pytest.mark.parametrize("name", ["dflash2", "dflash2_sliding"])
 @pytest.mark.parametrize("prefix", ["in0_", "in0_round2_", "in1_", "in1_round2_"])
 def test_the_selector_walks_like_the_references(golden, name, prefix):
-    case = load_head_case(golden, name)
+    case = load_case(golden, name)
     hidden, logits = case.expected[prefix + "hidden"], case.expected[prefix + "logits"]
     given = case, case.draft.config, hidden[1:], logits[1:], case.expected[prefix + "block_ids"][0]
     cold, hot = proposals_of(*given, greedy), proposals_of(*given, warm)
@@ -265,7 +265,7 @@ def test_dsparks_bigram_term_is_the_token_befores():
     params, P = draft("dspark").params, 5
     assert HEADS[DSpark](config).first_slot == 0
     logits, anchor = rng.standard_normal((P, VOCAB)).astype(np.float32), 7
-    case = HeadCase(target(), draft("dspark"), {}, {})
+    case = Case(target(), draft("dspark"), {}, {})
     got = proposals_of(case, config, np.zeros((P, config.hidden_size)), logits, anchor, greedy)
     w1, w2 = (np.asarray(params["markov_head"][f"markov_w{i}"]["weight"]) for i in (1, 2))
     expected = [anchor]
@@ -289,7 +289,7 @@ def test_lookup_on_top_of_lookup_is_refused():
 @pytest.mark.parametrize("name", ["dflash2", "dflash2_sliding", "domino"])
 def test_the_parameters_are_the_checkpoints_own_and_leave_under_published_names(golden, name):
     """z-lab's own save calls the codebooks `.weight`, and nobody else reads that."""
-    case = load_head_case(golden, name)
+    case = load_case(golden, name)
     published = load_file(case.draft.source / "model.safetensors")
     published = {k.replace("codebook.weight", "codebook"): v for k, v in published.items()}
     ours = {keys.name_of(path): leaf for path, leaf in keys.flatten(case.draft.params).items()}
@@ -335,7 +335,7 @@ def test_generation_with_domino_equals_the_references(domino, i):
 
 
 def test_lookup_generates_plain_decodings_tokens_and_the_counts_of_a_search(golden):
-    case = load_head_case(golden, "dflash2")
+    case = load_case(golden, "dflash2")
     ids = case.expected["gen_bs1_p0_ids"].tolist()
     out = generate(
         case.target, "lookup", [ids[:-48]], max_new_tokens=48, stop_token_ids=(), block_size=5

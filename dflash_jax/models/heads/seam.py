@@ -72,7 +72,7 @@ class Head(nn.Module):
     def propose(
         self, hidden: at.Hidden, logits: at.Logits, anchor: at.Rows, embed: Embed, pick: Pick
     ) -> Proposals:
-        """Proposals for the P tokens behind the anchor.
+        """Proposals for the P tokens behind the anchor; by default all at once, none depending on another.
 
         Args:
             hidden: `[D, B, P]`: state i predicts the token i + 1 behind the anchor.
@@ -81,7 +81,7 @@ class Head(nn.Module):
             embed: For heads that read the tokens chosen so far.
             pick: Called with logits `[X, B, T]`, the slot of the first, and the ids of the X.
         """
-        raise NotImplementedError
+        return pick(logits, 1)
 
 
 class Matrix(nn.Module):
