@@ -132,48 +132,56 @@ class State(struct.PyTreeNode):
         )
 
 
-@functools.partial(jax.jit, static_argnames=("models", "chunk"), donate_argnames=("state",))
-def prefill(models: Models, params: Any, state: State, *, chunk: int) -> State:
+@functools.partial(
+    jax.jit, static_argnames=("target", "draft", "chunk"), donate_argnames=("state",)
+)
+def prefill(
+    target: TargetFns, draft: DraftFns | None, params: Any, state: State, *, chunk: int
+) -> State:
     """Runs every token that the target's cache lacks, and commits one token of the target's.
 
     The rows' tokens go through in chunks, in one compiled loop for every prompt length; each
     chunk's taps go straight into the draft's cache. Rows that lack nothing are left as they are.
 
     Args:
-        params: Handed on to the models' functions.
+        target, draft: The models' functions; nothing else of `Models` matters here, or recompiles.
+        params: Handed on to them.
         state: Donated. Needs `chunk` free slots behind every row.
         chunk: Tokens a chunk.
     """
     length = state.length
 
     def cond(carry):
-        target, _, _ = carry
-        return jnp.any(target.length < length)
+        cache, _, _ = carry
+        return jnp.any(cache.length < length)
 
     def step(carry):
-        target, draft, last = carry
-        start = target.length
-        hidden, context, target = models.target.forward(
-            params, read_rows(state.tokens, start, chunk), target
+        cache, context_cache, last = carry
+        start = cache.length
+        hidden, context, cache = target.forward(
+            params, read_rows(state.tokens, start, chunk), cache
         )
         count = jnp.clip(length - start, 0, chunk)
-        if models.draft is not None:
-            draft = models.draft.extend(params, context, draft)
-            draft = draft.replace(length=start + count)
+        if draft is not None:
+            context_cache = draft.extend(params, context, context_cache)
+            context_cache = context_cache.replace(length=start + count)
         # The row's last token may be in this chunk: keep its hidden state for the first prediction.
         ends = (count > 0) & (start + count == length)
         column = jnp.clip(count - 1, 0, chunk - 1)
         state_at_end = jnp.take_along_axis(hidden, column[None, :, None], axis=2)
         last = jnp.where(ends[None, :, None], state_at_end, last)
-        return target.replace(length=start + count), draft, last
+        return cache.replace(length=start + count), context_cache, last
 
-    hidden, _, _ = jax.eval_shape(models.target.forward, params, state.tokens[:, :1], state.target)
+    hidden, _, _ = jax.eval_shape(target.forward, params, state.tokens[:, :1], state.target)
     last = jnp.zeros(hidden.shape, hidden.dtype)
     pending = (state.target.length < length) & (state.finish == RUNNING)
-    target, draft, last = jax.lax.while_loop(cond, step, (state.target, state.draft, last))
-    predicted = sample(models.target.logits(params, last), state.sampling, length[:, None])
+    cache, context_cache, last = jax.lax.while_loop(cond, step, (state.target, state.draft, last))
+    predicted = sample(target.logits(params, last), state.sampling, length[:, None])
     state = commit(
-        state.replace(target=target, draft=draft), predicted, jnp.zeros_like(length), pending
+        state.replace(target=cache, draft=context_cache),
+        predicted,
+        jnp.zeros_like(length),
+        pending,
     )
     return rewind(state)
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -69,7 +70,9 @@ class Job:
         state = new_state(self.target, prompts, limits, self.stops, size, settings, keys)
         if self.draft is not None and self.models.draft is not None:
             state = state.replace(draft=new_draft_cache(self.draft, len(prompts), size))
-        return prefill(self.models, self.params, state, chunk=PREFILL_CHUNK)
+        return prefill(
+            self.models.target, self.models.draft, self.params, state, chunk=PREFILL_CHUNK
+        )
 
     def resume(self, state: State) -> State:
         """Appends the prompts to the rows of an earlier state, and runs what its caches lack."""
@@ -91,7 +94,9 @@ class Job:
             rounds=jnp.zeros((rows,), jnp.int32),
             sampling=row_sampling(self.sampling, self.keys, rows),
         )
-        return prefill(self.models, self.params, state, chunk=PREFILL_CHUNK)
+        return prefill(
+            self.models.target, self.models.draft, self.params, state, chunk=PREFILL_CHUNK
+        )
 
     def advance(self, state: State, max_rounds: int = _MAX_ROUNDS, least_running: int = 1) -> State:
         """Rounds, after growth where a row is out of slots."""
@@ -178,7 +183,7 @@ def make_job(
 ) -> Job:
     """Checks `generate`'s arguments; `drafting` are those that `adapters.bind` takes."""
     stops = target.stop_token_ids if stop_token_ids is None else tuple(stop_token_ids)
-    prompts = [[int(i) for i in prompt] for prompt in prompts]
+    prompts = [_token_ids(i, prompt) for i, prompt in enumerate(prompts)]
     before = _lengths(state, len(prompts))
     _check(target, prompts, before, max_new_tokens, stops)
     settings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
@@ -223,6 +228,14 @@ def _check(
     outside = [t for t in stops if not 0 <= t < V]
     if outside:
         raise ValueError(f"stop_token_ids holds {outside[0]}, outside the vocabulary [0, {V})")
+
+
+def _token_ids(index: int, prompt: Any) -> list[int]:
+    """A prompt as plain integers, which is all that this library reads: no text, images or embeddings."""
+    try:
+        return [operator.index(i) for i in prompt]
+    except TypeError as e:
+        raise ValueError(f"prompt {index} must be a list of token ids, not {prompt!r:.60}") from e
 
 
 def _lengths(state: State | None, prompts: int) -> list[int]:

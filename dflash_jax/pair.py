@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +14,13 @@ from jax.typing import DTypeLike
 from dflash_jax import array_typing as at
 from dflash_jax.checkpoint import gguf, hf, keys, orbax
 from dflash_jax.checkpoint.files import one_line
-from dflash_jax.config import DraftConfig, TargetConfig, WindowRule, build_target_layer_ids
+from dflash_jax.config import (
+    DraftConfig,
+    RopeConfig,
+    TargetConfig,
+    WindowRule,
+    build_target_layer_ids,
+)
 
 EMBEDDED_DRAFT = Path(__file__).parent / "data" / "smollm2-draft"
 TargetLayerIds = Sequence[int] | Literal["default"] | None
@@ -75,6 +82,7 @@ def load_draft(
     target_layer_ids: TargetLayerIds = None,
     window_rule: WindowRule | None = None,
     sample_from_anchor: bool | None = None,
+    rope: RopeConfig | None = None,
     dtype: DTypeLike | None = None,
 ) -> Draft:
     """Loads a draft onto the first device, if it belongs to the target.
@@ -86,6 +94,8 @@ def load_draft(
         target_layer_ids: Taps, for a config without them; "default" is the reference's formula.
         window_rule: Whose rule the sliding layers were trained with, if not the dialect's own.
         sample_from_anchor: Whether slot 0 is a proposal too, if the config does not say so.
+        rope: Stands above the config's, as for a target whose context was stretched after the draft
+            was trained: `rope=target.config.rope`. Its positions then end where the target's do.
         dtype: float32 or bfloat16; by default float32 on the CPU and bfloat16 elsewhere, whatever
             the target's.
 
@@ -100,7 +110,11 @@ def load_draft(
         path, target_layer_ids, window_rule=window_rule, sample_from_anchor=sample_from_anchor,
         num_target_layers=target.config.num_hidden_layers,
     )  # fmt: skip
+    if rope is not None:
+        positions = target.config.max_position_embeddings
+        config = dataclasses.replace(config, rope=rope, max_position_embeddings=positions)
     check_pair(target.config, target.stop_token_ids, config, target.pad_token_id)
+    _warn_of_unscaled_positions(target.config, config)
     return read_draft(path, config, dtype)
 
 
@@ -189,6 +203,18 @@ def check_pair(
         problems.append(f"the draft's mask_token_id={mask} is the target's pad_token_id")
     if problems:
         raise ValueError(f"the draft does not fit the target: {'; '.join(problems)}")
+
+
+def _warn_of_unscaled_positions(target: TargetConfig, draft: DraftConfig) -> None:
+    """Says so where only the target's positions were stretched."""
+    ends = draft.max_position_embeddings
+    if target.rope.rope_type != "default" == draft.rope.rope_type and ends < target.max_position_embeddings:  # fmt: skip
+        warnings.warn(
+            f"the target's RoPE is scaled ({target.rope.rope_type}) to {target.max_position_embeddings} positions, "
+            f"the draft's is not and ends at {ends}: fewer proposals may be accepted beyond them. If the draft "
+            "goes with the scaled target, load it with rope=target.config.rope",
+            stacklevel=3,
+        )
 
 
 def read_target(path: Path, dtype: DTypeLike | None = None) -> Target:

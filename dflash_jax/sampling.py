@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, no_type_check
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dflash_jax import array_typing as at
 
@@ -101,29 +101,30 @@ def argmax(logits: at.Logits) -> Int[Array, "B T"]:
     return jnp.min(jnp.where(logits == top, ids, logits.shape[0]), axis=0)
 
 
-def gumbel(rows: RowSampling, stream: int, positions: at.Positions, ids: Int[Array, "X B T"]):
-    """Noise `[X, B, T]` of each (row, position, id), one hash each."""
+def position_keys(rows: RowSampling, stream: int, positions: at.Positions) -> Shaped[Array, "B T"]:
+    """The typed key of each (row, position) of a stream of noise."""
 
-    def one(key, position, i):
-        key = jax.random.fold_in(jax.random.fold_in(key, position), i)
+    def of_row(key, positions):
+        return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(key, stream), positions)
+
+    return jax.vmap(of_row)(rows.key, positions)
+
+
+def gumbel(keys: Shaped[Array, "B T"], ids: Int[Array, "X B T"]) -> Float[Array, "X B T"]:
+    """Noise of each id at each of the `position_keys`, one hash each."""
+
+    def one(key, i):
         # The hash itself is the random number: drawing from the new key would hash once more.
-        return jax.random.key_data(key)[..., 0]
+        return jax.random.key_data(jax.random.fold_in(key, i))[..., 0]
 
-    streams = jax.vmap(lambda key: jax.random.fold_in(key, stream))(rows.key)
-    slots = jax.vmap(one, (None, 0, 0))  # over T
-    bits = jax.vmap(jax.vmap(slots, (0, 0, 0)), (None, None, 0))(streams, positions, ids)
+    bits = jax.vmap(jax.vmap(jax.vmap(one)), (None, 0))(keys, ids)
     uniform = ((bits >> 8).astype(jnp.float32) + 0.5) * 2.0**-24
     return -jnp.log(-jnp.log(uniform))
 
 
 def uniform(rows: RowSampling, stream: int, positions: at.Positions) -> Float[Array, "B T"]:
     """A number in [0, 1) of each (row, position)."""
-
-    def one(key, position):
-        return jax.random.uniform(jax.random.fold_in(key, position))
-
-    streams = jax.vmap(lambda key: jax.random.fold_in(key, stream))(rows.key)
-    return jax.vmap(jax.vmap(one, (None, 0)))(streams, positions)
+    return jax.vmap(jax.vmap(jax.random.uniform))(position_keys(rows, stream, positions))
 
 
 def scaled(logits: at.Logits, rows: RowSampling) -> at.Logits:
@@ -212,10 +213,11 @@ def sample(
 
             token = named[:, None, None] if named.ndim == 1 else column(named)
             token = jnp.broadcast_to(token, (X, B, 1))
-            return pick(column(logits), rows, stream, column(positions), token)[:, 0]
+            return pick(column(logits), rows, column(keys), token)[:, 0]
 
         return id_of(jax.lax.map(one, jnp.arange(T)).T)
 
+    keys = position_keys(rows, stream, positions)  # here, so that the program holds them once
     sampling = rows.temperature > 0
     every = jnp.all((rows.top_k == 0) & (rows.top_p >= 1) | ~sampling)
     case = jnp.where(jnp.any(sampling), jnp.where(every, 1, 2), 0)
@@ -225,22 +227,14 @@ def sample(
 
 
 def _everywhere(
-    logits: at.Logits,
-    rows: RowSampling,
-    stream: int,
-    positions: at.Positions,
-    token: Int[Array, "X B T"],
+    logits: at.Logits, rows: RowSampling, keys: Shaped[Array, "B T"], token: Int[Array, "X B T"]
 ) -> Int[Array, "B T"]:
     """Index of the noisy maximum among all."""
-    return argmax(scaled(logits, rows) + gumbel(rows, stream, positions, token))
+    return argmax(scaled(logits, rows) + gumbel(keys, token))
 
 
 def _filtered(
-    logits: at.Logits,
-    rows: RowSampling,
-    stream: int,
-    positions: at.Positions,
-    token: Int[Array, "X B T"],
+    logits: at.Logits, rows: RowSampling, keys: Shaped[Array, "B T"], token: Int[Array, "X B T"]
 ) -> Int[Array, "B T"]:
     """Index of the noisy maximum among those that the filters keep."""
     x = scaled(logits, rows)
@@ -248,8 +242,10 @@ def _filtered(
     few = min(CANDIDATES, len(x))
 
     def among(count):
-        return _pick_filtered(x, total, rows, stream, positions, token, count)
+        return _pick_filtered(x, total, rows, keys, token, count)
 
+    if few == len(x):
+        return among(few)
     return jax.lax.cond(_suffices(x, total, rows, few), lambda: among(few), lambda: among(len(x)))
 
 
@@ -267,15 +263,14 @@ def _pick_filtered(
     x: at.Logits,
     total: Float[Array, "B T"],
     rows: RowSampling,
-    stream: int,
-    positions: at.Positions,
+    keys: Shaped[Array, "B T"],
     token: Int[Array, "X B T"],
     count: int,
 ) -> Int[Array, "B T"]:
     """Index of the noisy maximum among those of the `count` largest that the filters keep."""
     ranked, order = jax.lax.top_k(x.transpose(1, 2, 0), count)
     chosen = jnp.take_along_axis(token.transpose(1, 2, 0), order, axis=-1)
-    noise = gumbel(rows, stream, positions, chosen.transpose(2, 0, 1)).transpose(1, 2, 0)
+    noise = gumbel(keys, chosen.transpose(2, 0, 1)).transpose(1, 2, 0)
     keep = keep_of_ranked(ranked, total, rows)
     pick = jnp.argmax(jnp.where(keep, ranked + noise, -jnp.inf), axis=-1)
     return jnp.take_along_axis(order, pick[..., None], axis=-1)[..., 0]

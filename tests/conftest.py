@@ -7,6 +7,14 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_enable_compilation_cache", False)  # no test leans on an earlier run
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Drops a file's compiled programs: each is mapped memory, and a process may map 65,530 times."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

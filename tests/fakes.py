@@ -111,13 +111,12 @@ class Decoder:
         return self.prefill(state)
 
     def prefill(self, state: State) -> State:
-        """Prefill, which does not depend on the block size: one program serves all."""
         if self.draft is not None and state.draft is None:
             rows = len(state.length)
             state = state.replace(draft=new_draft_cache(self.draft, rows, state.size))
         script = None if self.draft is None else own_script(state)
-        models = dataclasses.replace(self.models, block_size=1)
-        return prefill(models, self.params(script), state, chunk=CHUNK)
+        models = self.models
+        return prefill(models.target, models.draft, self.params(script), state, chunk=CHUNK)
 
     def decode(self, state: State, script=None, max_rounds=MANY_ROUNDS) -> State:
         """One call of `decode`; `script` defaults to the draft's own proposals."""

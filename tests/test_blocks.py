@@ -254,7 +254,7 @@ def first_round(target, draft, prompt) -> int:
     models, params = bind(target, draft)
     state = new_state(target, [prompt], [40], (), 128)
     state = state.replace(draft=new_draft_cache(draft, 1, 128))
-    state = prefill(models, params, state, chunk=64)
+    state = prefill(models.target, models.draft, params, state, chunk=64)
     return int(decode(models, params, state, np.int32(1)).committed[0, 0])
 
 

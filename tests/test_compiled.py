@@ -146,7 +146,7 @@ def test_the_number_of_programs_follows_rows_block_size_and_capacity_only():
         assert programs(prompts_of(n), max_new_tokens=n % 40, stop_token_ids=stops) == (0, 0), n
     assert programs(prompts_of(9, 30), max_new_tokens=5) == (1, 1)
     assert programs(prompts_of(80, 2), max_new_tokens=50) == (0, 0)
-    assert programs(prompts_of(9), max_new_tokens=5, block_size=2)[1] == 1
+    assert programs(prompts_of(9), max_new_tokens=5, block_size=2) == (0, 1)
     # 190 tokens and a prompt do not fit into 256 slots with room for a block: one growth.
     assert programs(prompts_of(100), max_new_tokens=190) == (0, 1)
     assert programs(prompts_of(120), max_new_tokens=170) == (0, 0)

@@ -222,6 +222,8 @@ def test_short_and_stopped_generations_equal_the_references(decoded):
         ("dflash_all_causal", 2),
         ("dflash_softcap", 4),
         ("speculators_reduced_vocab", 4),
+        ("dflash2", 4),
+        ("dflash2_sliding", 2),
     ],
 )
 def test_smaller_blocks_generate_like_the_references(golden, name, block_size):

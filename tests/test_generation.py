@@ -8,7 +8,9 @@ from fakes import DRAFT, TARGET, VOCAB, prompts_of, random_draft, random_params,
 
 from dflash_jax import Generation, generate
 from dflash_jax.adapters import bind
+from dflash_jax.jobs import make_job
 from dflash_jax.pair import Target
+from dflash_jax.sampling import Sampling
 from dflash_jax.states import MIN_CAPACITY, capacity
 
 PROMPTS = prompts_of(3, 50, 8)
@@ -130,6 +132,20 @@ def test_capacities_are_powers_of_two(tokens, slots):
 def test_mistakes_raise_before_anything_runs(prompts, options, message):
     with pytest.raises(ValueError, match=message):
         generate(target(), draft(), prompts, **{"max_new_tokens": 4, **options})
+
+
+@pytest.mark.parametrize("prompt", ["text", [1.5], {"image": 1}])
+def test_prompts_that_are_not_token_ids_are_refused_by_number(prompt):
+    with pytest.raises(ValueError, match="prompt 1 must be a list of token ids, not "):
+        make_job(target(), None, [[1], prompt], 4, (), Sampling(), None)
+
+
+@pytest.mark.parametrize(
+    "option", ["logits_processor", "grammar", "images", "repetition_penalty", "top_k"]
+)
+def test_settings_that_decoding_does_not_have_are_refused_by_name(option):
+    with pytest.raises(TypeError, match=option):
+        generate(target(), None, [[1]], max_new_tokens=4, **{option: object()})
 
 
 def test_plain_decoding_has_no_blocks():

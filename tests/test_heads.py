@@ -20,7 +20,17 @@ from fakes import (
 )
 from heads import SMALL, small_config
 from safetensors.numpy import load_file
-from test_draft import Case, block, bound, check_run, embed, extend, head, load_case
+from test_draft import (
+    Case,
+    block,
+    bound,
+    check_run,
+    embed,
+    extend,
+    head,
+    load_case,
+    names_of_runs,
+)
 from test_lookup import search
 
 from dflash_jax import generate
@@ -207,7 +217,7 @@ def run(draft, block_size, verify="coupled", lookup=False, rows=1, seed=0):
     state = new_state(target(), prompts, [NEW] * len(prompts), (), 128, kinds, row_keys)
     if models.draft is not None:
         state = state.replace(draft=new_draft_cache(draft, len(prompts), 128))
-    state = prefill(models, params, state, chunk=CHUNK)
+    state = prefill(models.target, models.draft, params, state, chunk=CHUNK)
     return decode(models, params, state, MANY_ROUNDS)
 
 
@@ -316,9 +326,15 @@ def test_numbers_out_of_bounds_raise(name, change, message):
 # Whole generations
 
 
-@pytest.mark.parametrize("i", [0, 1])
-def test_generation_with_dflash2_equals_the_references(dflash2, i):
-    check_run(dflash2, f"gen_p{i}")
+@pytest.mark.parametrize("name", ["dflash2", "dflash2_sliding"])
+def test_generation_with_dflash2_equals_the_references(golden, name):
+    """Whole, short and stopped runs: one program for all."""
+    case = load_case(golden, name)
+    kinds = ("gen", "gen_max1", "gen_max2", "gen_max5", "gen_stop", "gen_stopfirst")
+    names = names_of_runs(case, *kinds)
+    assert len(names) == 12
+    for run in names:
+        check_run(case, run)
 
 
 @pytest.mark.parametrize("i", [0, 1])

@@ -10,6 +10,7 @@ import pytest
 
 import dflash_jax.pair as pair
 from dflash_jax.checkpoint import orbax
+from dflash_jax.config import RopeConfig
 
 
 @pytest.fixture
@@ -50,6 +51,19 @@ def test_a_drafts_widths_are_its_own(golden):
     draft = pair.load_draft(golden / "drafts/dflash_headdim", target)
     assert (target.config.head_dim, draft.config.head_dim) == (8, 16)
     assert draft.params["layers_0"]["self_attn"]["k_proj"]["weight"].shape == (16, 48)
+
+
+def test_a_target_whose_positions_alone_were_stretched_is_told_or_the_draft_stretched_too(
+    golden, target
+):
+    rope = RopeConfig(theta=1e6, rope_type="yarn", factor=4.0, original_max_position_embeddings=512)
+    config = dataclasses.replace(target.config, rope=rope, max_position_embeddings=2048)
+    longer = dataclasses.replace(target, config=config)
+    with pytest.warns(UserWarning, match=r"scaled \(yarn\) to 2048 positions.*ends at 512"):
+        draft = pair.load_draft(golden / "drafts/dflash_full", longer)
+    assert draft.config.rope.rope_type == "default"
+    draft = pair.load_draft(golden / "drafts/dflash_full", longer, rope=rope)
+    assert (draft.config.rope, draft.config.max_position_embeddings) == (rope, 2048)
 
 
 def test_another_targets_draft_is_refused_naming_both_sides(golden, target):

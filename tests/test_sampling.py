@@ -10,6 +10,7 @@ import pytest
 from frequencies import assert_follows
 from safetensors.numpy import load_file
 
+from dflash_jax import sampling
 from dflash_jax.acceptance import reject
 from dflash_jax.sampling import (
     CANDIDATES,
@@ -20,10 +21,11 @@ from dflash_jax.sampling import (
     argmax,
     gumbel,
     keep_of_ranked,
+    position_keys,
     probabilities,
-    sample,
 )
 
+sample = jax.jit(sampling.sample, static_argnames=("stream",))
 GOLDEN = Path(__file__).parent / "golden/sampling/zlab_rejection"
 CASES = json.loads((GOLDEN / "case.json").read_text())["cases"]
 FILTERS = [(0, 1.0), (5, 1.0), (0, 0.8), (7, 0.6), (70, 1.0), (70, 0.99), (1, 1.0)]
@@ -108,15 +110,19 @@ def test_a_rows_tokens_do_not_depend_on_its_neighbours_filters(own, neighbour):
     assert pair[0].tolist() == alone[0].tolist()
 
 
+def noise_of(rows, stream, positions, ids):
+    return gumbel(position_keys(rows, stream, positions), ids)
+
+
 def test_noise_depends_on_key_stream_position_and_id_alone():
     ids = jnp.arange(9, dtype=jnp.int32)[:, None, None] + jnp.zeros((9, 2, 3), jnp.int32)
     rows, positions = rows_of(rows=2), jnp.arange(6, dtype=jnp.int32).reshape(2, 3)
-    noise = gumbel(rows, TARGET, positions, ids)
+    noise = noise_of(rows, TARGET, positions, ids)
     assert len(np.unique(noise)) == noise.size
-    assert np.array_equal(gumbel(rows, TARGET, positions, ids[::-1]), noise[::-1])
+    assert np.array_equal(noise_of(rows, TARGET, positions, ids[::-1]), noise[::-1])
     swapped = rows.replace(key=rows.key[::-1])
-    assert np.array_equal(gumbel(swapped, TARGET, positions[::-1], ids), noise[:, ::-1])
-    assert not np.any(np.asarray(gumbel(rows, DRAFT, positions, ids)) == np.asarray(noise))
+    assert np.array_equal(noise_of(swapped, TARGET, positions[::-1], ids), noise[:, ::-1])
+    assert not np.any(np.asarray(noise_of(rows, DRAFT, positions, ids)) == np.asarray(noise))
 
 
 def test_with_top_k_noise_is_made_for_candidates_only():

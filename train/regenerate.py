@@ -185,7 +185,9 @@ def _prefilled(
     width = taps * target.config.hidden_size
     values = jnp.zeros((len(owners), size, width), jnp.uint16)
     features = Features(values, jnp.zeros((len(owners),), jnp.int32))
-    return prefill(models, params, state.replace(draft=features), chunk=PREFILL_CHUNK)
+    return prefill(
+        models.target, models.draft, params, state.replace(draft=features), chunk=PREFILL_CHUNK
+    )
 
 
 @functools.partial(jax.jit)
