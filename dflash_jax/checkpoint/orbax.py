@@ -9,13 +9,16 @@ Shapes come from the config, so a checkpoint restores on any number of devices.
 
 import contextlib
 import dataclasses
+import math
 import shutil
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from dflash_jax import array_typing as at
@@ -34,10 +37,16 @@ from dflash_jax.config import (
 _FORMAT, _VERSION = "dflash-jax", 1
 _CONFIGS = {"target": TargetConfig, "draft": DraftConfig}
 _HEADS = {cls.__name__: cls for cls in (DFlash2, Domino, DSpark)}
+Config = TypeVar("Config", bound=TargetConfig | DraftConfig)
+_GROUP = 2**27  # bytes of leaves that are read or written in one call
+_CHUNK = 2**26  # bytes of a stored array that are read at once
+
+# Where a leaf goes: None is the first device; a function is given its path and shape.
+Placement = Sharding | Callable[[str, tuple[int, ...]], Sharding] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Header:
+class Header(Generic[Config]):
     """What a checkpoint's `config.json` says.
 
     Attributes:
@@ -48,7 +57,7 @@ class Header:
     """
 
     kind: Literal["target", "draft"]
-    config: TargetConfig | DraftConfig
+    config: Config
     stop_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
 
@@ -74,14 +83,32 @@ def save(
     Raises:
         ValueError: If the directory exists, or the parameters are not the config's.
     """
-    from orbax.checkpoint import v1 as ocp
-
-    if not isinstance(config, _CONFIGS.get(kind, ())):
-        raise ValueError(f"{kind=} does not fit a {type(config).__name__}")
     keys.check_params(params, config, "the parameters to save")
+    header = Header(kind, config, tuple(stop_token_ids), pad_token_id)
+    write(directory, header, keys.flatten(params).items(), tokenizer_files)
+
+
+def write(
+    directory: str | Path,
+    header: Header,
+    leaves: Iterable[tuple[str, Any]],
+    tokenizer_files: Sequence[Path] = (),
+) -> None:
+    """Writes a checkpoint a few leaves at a time; the directory appears whole or not at all.
+
+    Args:
+        directory: Must not exist.
+        leaves: Pairs (path, numpy or JAX array), all that `header.config` asks for, already checked
+            (`keys.stream`, `keys.checked`); kept bit for bit. At most the largest and 256 MiB of the
+            others are held.
+
+    Raises:
+        ValueError: If the directory exists, the kind is not the config's, or `leaves` raises it.
+    """
+    if not isinstance(header.config, _CONFIGS.get(header.kind, ())):
+        raise ValueError(f"kind={header.kind!r} does not fit a {type(header.config).__name__}")
     with atomic_folder(directory) as folder:
-        tree: Any = keys.nest(keys.flatten(params))
-        ocp.save(str(folder / "params"), tree)
+        _write_params(folder / "params", leaves)
         for file in tokenizer_files:
             shutil.copyfile(file, folder / file.name)
         write_json(
@@ -89,12 +116,60 @@ def save(
             {
                 "format": _FORMAT,
                 "version": _VERSION,
-                "kind": kind,
-                "config": _plain(config),
-                "stop_token_ids": list(stop_token_ids),
-                "pad_token_id": pad_token_id,
+                "kind": header.kind,
+                "config": _plain(header.config),
+                "stop_token_ids": list(header.stop_token_ids),
+                "pad_token_id": header.pad_token_id,
             },
         )
+
+
+def _write_params(folder: Path, leaves: Iterable[tuple[str, Any]]) -> None:
+    from orbax.checkpoint import v1 as ocp
+
+    def write_group(group: dict[str, Any]) -> None:
+        with _options():
+            tree: Any = keys.nest(group)
+            ocp.partial.save(str(folder), tree)
+
+    # In another thread, so that an interrupt never cuts a write short: leaving the pool waits for it,
+    # and nobody writes to a folder that is being removed.
+    with ThreadPoolExecutor(1) as pool:
+        for group in _groups(leaves):
+            pool.submit(write_group, group).result()
+            del group
+        pool.submit(ocp.partial.finalize, str(folder)).result()
+
+
+def _groups(leaves: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Leaves, or their shapes, by path; a group is full when it has `_GROUP` bytes."""
+    group, size = {}, 0
+    for path, leaf in leaves:
+        group[path], size = leaf, size + math.prod(leaf.shape) * leaf.dtype.itemsize
+        del leaf  # not held while the next is read
+        if size >= _GROUP:
+            yield group
+            group, size = {}, 0
+    if group:
+        yield group
+
+
+@contextlib.contextmanager
+def _options() -> Generator[None]:
+    """How we have Orbax read and write.
+
+    Weights hardly compress, and uncompressed chunks are written from where they are. Reading an array
+    holds one chunk beside it.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    context.array.saving.use_compression = False
+    context.array.saving.storage_options.chunk_byte_size = _CHUNK
+    context.memory.deepcopy_host_arrays = False  # nobody changes them: each call is waited for
+    context.pytree.loading.partial_load = True
+    with context:
+        yield
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -133,45 +208,98 @@ def read_header(directory: Path) -> Header:
     return Header(kind, config, stop, pad)
 
 
-def load(directory: str | Path, dtype: DTypeLike | None = None) -> tuple[Header, at.Params]:
-    """What a checkpoint is, and its parameters, on the first device.
+def load(
+    directory: str | Path, dtype: DTypeLike | None = None, sharding: Placement = None
+) -> tuple[Header, at.Params]:
+    """What a checkpoint is, and its parameters.
 
     Args:
-        directory: Written by `save`.
+        directory: Written by `save`, on any number of devices.
         dtype: Of the parameters; None for the stored one.
+        sharding: Of all leaves, or of each by its path and shape; each device reads its own part.
+            None is the first device.
 
     Raises:
         ValueError: If the directory is none of ours, incomplete or corrupt.
     """
     header = read_header(Path(directory))
-    return header, load_params(Path(directory), header.config, dtype)
+    return header, load_params(Path(directory), header.config, dtype, sharding)
 
 
 def load_params(
-    directory: Path, config: TargetConfig | DraftConfig, dtype: DTypeLike | None = None
+    directory: Path,
+    config: TargetConfig | DraftConfig,
+    dtype: DTypeLike | None = None,
+    sharding: Placement = None,
 ) -> at.Params:
     """The parameters of a checkpoint, which must be `config`'s. See `load`."""
+    return keys.nest(dict(stream(directory, config, dtype, sharding)))
+
+
+def stream(
+    directory: Path,
+    config: TargetConfig | DraftConfig,
+    dtype: DTypeLike | None = None,
+    sharding: Placement = None,
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yields (path, leaf) of a checkpoint, which must be `config`'s, a few at a time. See `load`."""
+    folder = Path(directory) / "params"
+    stored = read_shapes(folder)
+    found = {path: leaf.shape for path, leaf in stored.items()}
+    keys.check_shapes(found, keys.expected_shapes(config), directory)
+    yield from keys.checked(read_leaves(folder, stored, dtype, sharding), config, directory)
+
+
+def read_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every array in a folder written by Orbax, by path.
+
+    Raises:
+        ValueError: If the folder is not readable, or holds no arrays.
+    """
     from orbax.checkpoint import v1 as ocp
 
-    folder = Path(directory).absolute() / "params"
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     with _readable(folder):
-        metadata: Any = ocp.metadata(str(folder)).metadata
-        stored = keys.flatten(metadata)
-        if not stored:
+        metadata: Any = ocp.metadata(str(folder.absolute())).metadata
+        leaves = keys.flatten(metadata)
+        if not leaves:
             raise ValueError("it holds no readable parameters")
-        shapes = {path: tuple(leaf.shape) for path, leaf in stored.items()}
-    keys.check_shapes(shapes, keys.expected_shapes(config), directory)
-    abstract: Any = keys.nest(
-        {
-            path: jax.ShapeDtypeStruct(leaf.shape, _kept(leaf.dtype, dtype), sharding=device)
-            for path, leaf in stored.items()
-        }
-    )
-    with _readable(folder):
-        params: Any = ocp.load(str(folder), abstract)
-    keys.check_params(params, config, directory)
-    return params
+        return {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in leaves.items()}
+
+
+def read_leaves(
+    folder: Path,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    dtype: DTypeLike | None = None,
+    sharding: Placement = None,
+) -> Iterator[tuple[str, jax.Array]]:
+    """Yields (path, array) of leaves of a folder written by Orbax; no others are read.
+
+    At most the largest and 256 MiB of the others are held.
+
+    Args:
+        wanted: Those of `read_shapes` to read.
+        dtype: Of leaves that are not integers; None for the stored one.
+        sharding: See `load`.
+
+    Raises:
+        ValueError: If the folder is not readable.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    default = SingleDeviceSharding(jax.local_devices()[0])
+
+    def placed(path: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        place = sharding(path, leaf.shape) if callable(sharding) else sharding or default
+        return jax.ShapeDtypeStruct(leaf.shape, _kept(leaf.dtype, dtype), sharding=place)
+
+    for group in _groups((path, placed(path, leaf)) for path, leaf in wanted.items()):
+        with _readable(folder), _options():
+            abstract: Any = keys.nest(group)
+            tree: Any = ocp.load(str(folder.absolute()), abstract)
+        leaves = keys.flatten(tree)
+        del tree
+        for path in group:
+            yield path, leaves.pop(path)
 
 
 @contextlib.contextmanager
