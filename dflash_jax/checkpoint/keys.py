@@ -56,6 +56,11 @@ def tensors(leaves: Iterable[tuple[str, Any]], prefix: str = "") -> Iterator[tup
         leaf = matrix = None  # not held while the next is read
 
 
+def blank(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """An array of that shape and dtype with the memory of one element."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
 def flatten(params: at.Params) -> dict[str, Any]:
     """The tree's leaves by path."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)

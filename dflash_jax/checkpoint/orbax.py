@@ -8,9 +8,12 @@ Shapes come from the config, so a checkpoint restores on any number of devices.
 """
 
 import contextlib
+import ctypes
 import dataclasses
+import gc
 import math
 import shutil
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +21,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding, SingleDeviceSharding
+import numpy as np
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from dflash_jax import array_typing as at
@@ -41,7 +45,7 @@ Config = TypeVar("Config", bound=TargetConfig | DraftConfig)
 _GROUP = 2**27  # bytes of leaves that are read or written in one call
 _CHUNK = 2**26  # bytes of a stored array that are read at once
 
-# Where a leaf goes: None is the first device; a function is given its path and shape.
+# Where a leaf goes; a function is given its path and shape.
 Placement = Sharding | Callable[[str, tuple[int, ...]], Sharding] | None
 
 
@@ -142,14 +146,15 @@ def _write_params(folder: Path, leaves: Iterable[tuple[str, Any]]) -> None:
 
 
 def _groups(leaves: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Leaves, or their shapes, by path; a group is full when it has `_GROUP` bytes."""
+    """Leaves, or what stands for them, by path: `_GROUP` bytes at most, or one that is larger."""
     group, size = {}, 0
     for path, leaf in leaves:
-        group[path], size = leaf, size + math.prod(leaf.shape) * leaf.dtype.itemsize
-        del leaf  # not held while the next is read
-        if size >= _GROUP:
+        nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+        if group and size + nbytes > _GROUP:
             yield group
             group, size = {}, 0
+        group[path], size = leaf, size + nbytes
+        del leaf  # not held while the next is read
     if group:
         yield group
 
@@ -233,7 +238,8 @@ def load_params(
     sharding: Placement = None,
 ) -> at.Params:
     """The parameters of a checkpoint, which must be `config`'s. See `load`."""
-    return keys.nest(dict(stream(directory, config, dtype, sharding)))
+    leaves = stream(directory, config, dtype, sharding)
+    return keys.build(leaves, keys.expected_shapes(config))
 
 
 def stream(
@@ -241,8 +247,8 @@ def stream(
     config: TargetConfig | DraftConfig,
     dtype: DTypeLike | None = None,
     sharding: Placement = None,
-) -> Iterator[tuple[str, jax.Array]]:
-    """Yields (path, leaf) of a checkpoint, which must be `config`'s, a few at a time. See `load`."""
+) -> Iterator[tuple[str, Any]]:
+    """Yields (path, leaf) of a checkpoint, which must be `config`'s. See `read_leaves`."""
     folder = Path(directory) / "params"
     stored = read_shapes(folder)
     found = {path: leaf.shape for path, leaf in stored.items()}
@@ -271,7 +277,7 @@ def read_leaves(
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     dtype: DTypeLike | None = None,
     sharding: Placement = None,
-) -> Iterator[tuple[str, jax.Array]]:
+) -> Iterator[tuple[str, Any]]:
     """Yields (path, array) of leaves of a folder written by Orbax; no others are read.
 
     At most the largest and 256 MiB of the others are held.
@@ -279,27 +285,37 @@ def read_leaves(
     Args:
         wanted: Those of `read_shapes` to read.
         dtype: Of leaves that are not integers; None for the stored one.
-        sharding: See `load`.
+        sharding: See `load`; None gives numpy arrays.
 
     Raises:
         ValueError: If the folder is not readable.
     """
     from orbax.checkpoint import v1 as ocp
 
-    default = SingleDeviceSharding(jax.local_devices()[0])
+    def abstract(path: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | np.ndarray:
+        kept = _kept(leaf.dtype, dtype)
+        place = sharding(path, leaf.shape) if callable(sharding) else sharding
+        if place is None:
+            return keys.blank(leaf.shape, kept)  # asks for a numpy array
+        return jax.ShapeDtypeStruct(leaf.shape, kept, sharding=place)
 
-    def placed(path: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        place = sharding(path, leaf.shape) if callable(sharding) else sharding or default
-        return jax.ShapeDtypeStruct(leaf.shape, _kept(leaf.dtype, dtype), sharding=place)
-
-    for group in _groups((path, placed(path, leaf)) for path, leaf in wanted.items()):
+    for group in _groups((path, abstract(path, leaf)) for path, leaf in wanted.items()):
+        _free_memory()
+        asked: Any = keys.nest(group)
         with _readable(folder), _options():
-            abstract: Any = keys.nest(group)
-            tree: Any = ocp.load(str(folder.absolute()), abstract)
+            tree: Any = ocp.load(str(folder.absolute()), asked)
         leaves = keys.flatten(tree)
         del tree
         for path in group:
             yield path, leaves.pop(path)
+
+
+def _free_memory() -> None:
+    """Gives back what the last read held: Orbax leaves cycles, and glibc keeps what its threads freed."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 @contextlib.contextmanager

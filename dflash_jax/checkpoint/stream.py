@@ -41,7 +41,7 @@ def write_tensors(
             names, shapes and dtypes must not depend on the values.
     """
     # Arrays of one element stand for the leaves, so the files' headers are known before any is read.
-    blanks = ((p, np.broadcast_to(np.zeros((), x.dtype), x.shape)) for p, x in shapes.items())
+    blanks = ((path, keys.blank(x.shape, x.dtype)) for path, x in shapes.items())
     expected = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in tensors(blanks)}
     write_safetensors(folder, expected, tensors(leaves), shard_bytes)
 
