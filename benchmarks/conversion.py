@@ -10,16 +10,24 @@ before and after. The tensors must come back bit for bit. Needs three times the 
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
+
+from dflash_jax.checkpoint import hf, keys, stream
+from dflash_jax.checkpoint.files import write_json
+from dflash_jax.config import TargetConfig
 
 BLOCK = 2**23  # bytes that the plain copy reads at once
 HIDDEN, VOCAB = (
@@ -28,11 +36,14 @@ HIDDEN, VOCAB = (
 )  # Qwen3-1.7B's, the largest tensor 622 MB, twice: its head is untied here
 
 # What each process runs: the conversion between two looks at its memory.
-CONVERT = """
-import json, sys
+MEMORY = """
 def memory(field):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
+"""
+CONVERT = """
+import json, sys
+{memory}
 start = memory("VmRSS")
 import time
 before = time.perf_counter()
@@ -61,12 +72,10 @@ with atomic_folder(destination) as folder:
 """
 
 
-def make_target(folder: Path, gigabytes: float, shard_bytes: int) -> None:
-    """Writes a target of about this size: random bits, as incompressible as weights are."""
-    from dflash_jax.checkpoint import keys, stream
-    from dflash_jax.config import TargetConfig
+def config_of_size(gigabytes: float) -> dict[str, Any]:
+    """`config.json` of a target of about this size."""
 
-    def raw(layers: int) -> dict:
+    def config(layers: int) -> dict[str, Any]:
         return {
             "model_type": "qwen3", "hidden_size": HIDDEN, "intermediate_size": 3 * HIDDEN,
             "num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 8,
@@ -75,28 +84,28 @@ def make_target(folder: Path, gigabytes: float, shard_bytes: int) -> None:
         }  # fmt: skip
 
     def nbytes(layers: int) -> int:
-        shapes = keys.expected_shapes(TargetConfig.from_hf(raw(layers)))
-        return sum(2 * int(np.prod(shape)) for shape in shapes.values())
+        shapes = keys.expected_shapes(TargetConfig.from_hf(config(layers)))
+        return sum(2 * math.prod(shape) for shape in shapes.values())
 
-    one = nbytes(2) - nbytes(1)
-    layers = max(1, 1 + round((gigabytes * 1e9 - nbytes(1)) / one))
-    config = raw(layers)
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    layer = nbytes(2) - nbytes(1)
+    return config(max(1, 1 + round((gigabytes * 1e9 - nbytes(1)) / layer)))
+
+
+def make_target(folder: Path, config: Mapping[str, Any], shard_bytes: int) -> None:
+    """Writes a bfloat16 target of random bits, which compress no better than weights."""
+    expected = keys.expected_shapes(TargetConfig.from_hf(config))
+    bfloat16 = np.dtype(ml_dtypes.bfloat16)
+    names = {keys.name_of(path, "model."): shape for path, shape in expected.items()}
     rng = np.random.default_rng(0)
 
-    def values():
-        for path, shape in keys.expected_shapes(TargetConfig.from_hf(config)).items():
-            # Finite, and of either sign: the exponent's highest bit is off.
-            bits = rng.integers(0, 2**16, shape, np.uint16) & np.uint16(0xBFFF)
-            yield keys.name_of(path, "model."), bits.view(ml_dtypes.bfloat16)
+    def values() -> Iterator[tuple[str, np.ndarray]]:
+        for name, shape in names.items():
+            # Finite and of either sign: the exponent's highest bit is off.
+            yield name, (rng.integers(0, 2**16, shape, np.uint16) & 0xBFFF).view(bfloat16)
 
-    import jax
-
-    shapes = {
-        keys.name_of(path, "model."): jax.ShapeDtypeStruct(shape, np.dtype(ml_dtypes.bfloat16))
-        for path, shape in keys.expected_shapes(TargetConfig.from_hf(config)).items()
-    }
+    folder.mkdir()
+    write_json(folder / "config.json", config)
+    shapes = {name: jax.ShapeDtypeStruct(shape, bfloat16) for name, shape in names.items()}
     stream.write_safetensors(folder, shapes, values(), shard_bytes)
 
 
@@ -121,7 +130,7 @@ def copy_speed(source: Path, destination: Path) -> float:
 def run(body: str, source: Path, destination: Path, shard_bytes: int) -> dict[str, float]:
     """Converts in a new process; see `CONVERT`."""
     done = subprocess.run(
-        [sys.executable, "-c", CONVERT.format(body=body), str(shard_bytes), str(source), str(destination)],
+        [sys.executable, "-c", CONVERT.format(memory=MEMORY, body=body), str(shard_bytes), str(source), str(destination)],
         stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )  # fmt: skip
     return json.loads(done.stdout.splitlines()[-1])
@@ -129,8 +138,6 @@ def run(body: str, source: Path, destination: Path, shard_bytes: int) -> dict[st
 
 def same_tensors(a: Path, b: Path) -> bool:
     """Whether two Hugging Face folders hold the same bits."""
-    from dflash_jax.checkpoint import hf
-
     pairs = zip(hf.read_tensors(a), hf.read_tensors(b), strict=True)
     return all(
         m == n and x.dtype == y.dtype and np.array_equal(x.view(np.uint16), y.view(np.uint16))
@@ -147,7 +154,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         hugging_face, ours, back = folder / "hf", folder / "ours", folder / "back"
-        make_target(hugging_face, args.gigabytes, shard_bytes)
+        make_target(hugging_face, config_of_size(args.gigabytes), shard_bytes)
         files = list(hugging_face.glob("*.safetensors"))
         size = sum(file.stat().st_size for file in files)
         print(f"{size / 1e9:.2f} GB in {len(files)} shards")

@@ -64,7 +64,7 @@ def blank(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
 def flatten(params: at.Params) -> dict[str, Any]:
     """The tree's leaves by path."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
-    return {"/".join(str(k.key) for k in path): leaf for path, leaf in leaves}
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def write(
                 "format": _FORMAT,
                 "version": _VERSION,
                 "kind": header.kind,
-                "config": _plain(header.config),
+                "config": plain(header.config),
                 "stop_token_ids": list(header.stop_token_ids),
                 "pad_token_id": header.pad_token_id,
             },
@@ -199,14 +199,7 @@ def read_header(directory: Path) -> Header:
     if kind not in _CONFIGS:
         raise ValueError(f"{path}: kind={kind!r} must be one of {sorted(_CONFIGS)}")
     try:
-        fields = dict(value["config"])
-        given: dict[str, Any] = {"rope": _build(RopeConfig, fields["rope"])}
-        if fields.get("moe") is not None:
-            given["moe"] = _build(MoeConfig, fields["moe"])
-        if fields.get("head") is not None:
-            head = dict(fields["head"])
-            given["head"] = _build(_HEADS[head.pop("type")], head)
-        config = _build(_CONFIGS[kind], fields, **given)
+        config = config_of(_CONFIGS[kind], value["config"])
         stop, pad = tuple(value["stop_token_ids"]), value.get("pad_token_id")
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError(f"{path} is not a complete config: {one_line(e)}") from e
@@ -332,7 +325,23 @@ def _kept(stored: DTypeLike, wanted: DTypeLike | None) -> DTypeLike:
     return stored if wanted is None or jnp.issubdtype(stored, jnp.integer) else wanted
 
 
-def _plain(config: TargetConfig | DraftConfig) -> dict[str, Any]:
+def config_of(cls: type[Config], plain: Mapping[str, Any]) -> Config:
+    """The config that `plain` made JSON of.
+
+    Raises:
+        KeyError, TypeError, ValueError: If something is missing, unknown or wrong.
+    """
+    fields = dict(plain)
+    given: dict[str, Any] = {"rope": _build(RopeConfig, fields["rope"])}
+    if fields.get("moe") is not None:
+        given["moe"] = _build(MoeConfig, fields["moe"])
+    if fields.get("head") is not None:
+        head = dict(fields["head"])
+        given["head"] = _build(_HEADS[head.pop("type")], head)
+    return _build(cls, fields, **given)
+
+
+def plain(config: TargetConfig | DraftConfig) -> dict[str, Any]:
     """A config as JSON; a head names its type."""
     fields = dataclasses.asdict(config)
     if fields.get("head") is not None and isinstance(config, DraftConfig):

@@ -88,7 +88,7 @@ def write_safetensors(
             file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
             del value  # not held while the next is read
         if places:
-            raise ValueError(f"missing tensors: {', '.join(places)}")
+            raise ValueError(f"missing tensors: {', '.join(n for n in shapes if n in places)}")
     if len(shards) > 1:
         weight_map = {name: file for file, names in zip(files, shards) for name in names}
         total = sum(map(_nbytes, shapes.values()))
