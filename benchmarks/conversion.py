@@ -26,7 +26,7 @@ import ml_dtypes
 import numpy as np
 
 from dflash_jax.checkpoint import hf, keys, stream
-from dflash_jax.checkpoint.files import write_json
+from dflash_jax.checkpoint.files import tidy_termination, write_json
 from dflash_jax.config import TargetConfig
 
 BLOCK = 2**23  # bytes that the plain copy reads at once
@@ -112,6 +112,7 @@ def make_target(folder: Path, config: Mapping[str, Any], shard_bytes: int) -> No
 def copy_speed(source: Path, destination: Path) -> float:
     """Bytes a second of reading and writing the folder's files, which are removed again."""
     destination.mkdir()
+    os.sync()  # what others left to be written is not ours to wait for
     before, total = time.perf_counter(), 0
     buffer = memoryview(bytearray(BLOCK))
     for file in sorted(source.glob("*.safetensors")):
@@ -129,6 +130,7 @@ def copy_speed(source: Path, destination: Path) -> float:
 
 def run(body: str, source: Path, destination: Path, shard_bytes: int) -> dict[str, float]:
     """Converts in a new process; see `CONVERT`."""
+    os.sync()
     done = subprocess.run(
         [sys.executable, "-c", CONVERT.format(memory=MEMORY, body=body), str(shard_bytes), str(source), str(destination)],
         stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -151,7 +153,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where the temporary folder is made")
     args = parser.parse_args()
     shard_bytes = int(args.gigabytes * 1e9 / 3)
-    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+    with tidy_termination(), tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         hugging_face, ours, back = folder / "hf", folder / "ours", folder / "back"
         make_target(hugging_face, config_of_size(args.gigabytes), shard_bytes)

@@ -142,6 +142,7 @@ def _write_params(folder: Path, leaves: Iterable[tuple[str, Any]]) -> None:
         for group in _groups(leaves):
             pool.submit(write_group, group).result()
             del group
+            _free_memory()
         pool.submit(ocp.partial.finalize, str(folder)).result()
 
 
@@ -304,7 +305,7 @@ def read_leaves(
 
 
 def _free_memory() -> None:
-    """Gives back what the last read held: Orbax leaves cycles, and glibc keeps what its threads freed."""
+    """Gives back what the last call held: Orbax leaves cycles, and glibc keeps what its threads freed."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
