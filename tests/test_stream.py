@@ -123,9 +123,16 @@ def test_the_result_is_one_ordinary_orbax_checkpoint(golden, tmp_path, monkeypat
 
 def test_groups_are_bounded_and_a_large_leaf_is_alone(monkeypatch):
     monkeypatch.setattr(orbax, "_GROUP", 100)
-    leaves = [(str(i), np.zeros(n, np.uint8)) for i, n in enumerate((40, 50, 20, 300, 60, 40, 1))]
-    groups = [list(group) for group in orbax._groups(leaves)]
-    assert groups == [["0", "1"], ["2"], ["3"], ["4", "5"], ["6"]]
+    taken = []
+
+    def leaves():
+        for i, n in enumerate((40, 50, 20, 300, 60, 40, 1)):
+            taken.append(i)
+            yield str(i), np.zeros(n, np.uint8)
+
+    groups = [(list(group), len(taken)) for group in orbax._groups(leaves())]
+    # The number of leaves that were read before each group was written.
+    assert groups == [(["0", "1"], 3), (["2"], 4), (["3"], 4), (["4", "5"], 6), (["6"], 7)]
 
 
 class Stop(Exception):

@@ -156,6 +156,9 @@ def _groups(leaves: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
             group, size = {}, 0
         group[path], size = leaf, size + nbytes
         del leaf  # not held while the next is read
+        if size >= _GROUP:  # nor is a large one
+            yield group
+            group, size = {}, 0
     if group:
         yield group
 
