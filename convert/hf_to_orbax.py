@@ -10,12 +10,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from dflash_jax import pair
-from dflash_jax.checkpoint import hf, orbax
+from dflash_jax.checkpoint import gguf, hf, orbax
+from dflash_jax.checkpoint.files import tidy_termination
+from dflash_jax.checkpoint.stream import progress
 from dflash_jax.config.draft import WINDOW_RULES
 
 
@@ -44,28 +45,26 @@ def convert(
         config = pair.read_draft_config(
             path, target_layer_ids, window_rule=window_rule, sample_from_anchor=sample_from_anchor
         )
-        draft = pair.read_draft(path, config, dtype)
-        orbax.save(destination, "draft", draft.config, draft.params)
+        _write(destination, *pair.open_draft(path, config, dtype))
         return "draft"
     given = {"--target-layer-ids": target_layer_ids, "--window-rule": window_rule, "--sample-from-anchor": sample_from_anchor}  # fmt: skip
     for option, value in given.items():
         if value is not None:
             raise ValueError(f"{path} is a target: {option} is for drafts")
-    target = pair.read_target(path, dtype)
+    header, leaves = pair.open_target(path, dtype)
     with tempfile.TemporaryDirectory() as folder:
         if path.is_file():
-            tokenizer: Any = pair.load_tokenizer(target)
-            tokenizer.save_pretrained(folder)
-        orbax.save(
-            destination,
-            "target",
-            target.config,
-            target.params,
-            stop_token_ids=target.stop_token_ids,
-            pad_token_id=target.pad_token_id,
-            tokenizer_files=hf.tokenizer_files(Path(folder) if path.is_file() else path),
-        )
+            gguf.read_tokenizer(path).save_pretrained(folder)
+        files = hf.tokenizer_files(Path(folder) if path.is_file() else path)
+        _write(destination, header, leaves, files)
     return "target"
+
+
+def _write(
+    destination: Path, header: orbax.Header, leaves: pair.Leaves, files: Sequence[Path] = ()
+) -> None:
+    with progress(f"writing {destination.name}", header.config) as shown:
+        orbax.write(destination, header, shown(leaves), files)
 
 
 def layer_ids(text: str) -> tuple[int, ...] | str:
@@ -90,17 +89,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # nothing is computed, and the model may not fit a device
     try:
         ids = None if args.target_layer_ids is None else layer_ids(args.target_layer_ids)
-        kind = convert(
-            args.source,
-            args.destination,
-            args.dtype,
-            ids,
-            args.window_rule,
-            args.sample_from_anchor,
-        )
+        with tidy_termination():
+            kind = convert(
+                args.source,
+                args.destination,
+                args.dtype,
+                ids,
+                args.window_rule,
+                args.sample_from_anchor,
+            )
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
     print(f"{kind} written to {args.destination}", file=sys.stderr)
     return 0
 

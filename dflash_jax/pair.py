@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.util
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from dflash_jax.config import (
 )
 
 EMBEDDED_DRAFT = Path(__file__).parent / "data" / "smollm2-draft"
+Leaves = Iterator[tuple[str, Any]]  # (path, array)
 TargetLayerIds = Sequence[int] | Literal["default"] | None
 
 
@@ -224,6 +225,23 @@ def read_target(path: Path, dtype: DTypeLike | None = None) -> Target:
         path: A folder or a GGUF file.
         dtype: None keeps each tensor's own (float32 for GGUF).
     """
+    header, leaves = open_target(path, dtype)
+    params = keys.build(leaves, keys.expected_shapes(header.config))
+    return Target(header.config, params, header.stop_token_ids, path, header.pad_token_id)
+
+
+def open_target(
+    path: Path, dtype: DTypeLike | None = None
+) -> tuple[orbax.Header[TargetConfig], Leaves]:
+    """What a target is, and its (path, leaf) pairs, which are read and checked as they are asked for.
+
+    Args:
+        path: A folder or a GGUF file.
+        dtype: None keeps each tensor's own (float32 for GGUF).
+
+    Raises:
+        ValueError: If it is no target, or is not understood; the leaves' faults after the last one.
+    """
     if path.is_file():
         if path.suffix != ".gguf":
             raise ValueError(f"{path} is a file; a checkpoint is a folder or a .gguf file")
@@ -233,16 +251,15 @@ def read_target(path: Path, dtype: DTypeLike | None = None) -> Target:
         header = orbax.read_header(path)
         if not isinstance(header.config, TargetConfig):
             raise ValueError(f"{path} is a draft, not a target")
-        params = orbax.load_params(path, header.config, dtype)
-        return Target(header.config, params, header.stop_token_ids, path, header.pad_token_id)
+        return header, orbax.stream(path, header.config, dtype)
     else:
         raw, tensors = hf.read_config(path), hf.read_tensors(path)
         if hf.is_draft(raw):
             raise ValueError(f"{path} is a draft, not a target")
         stop = hf.read_stop_token_ids(path, raw)
     config = _named(path, TargetConfig.from_hf, raw)
-    params = keys.assemble(tensors, keys.expected_shapes(config), path, dtype)
-    return Target(config, params, stop, path, raw.get("pad_token_id"))
+    header = orbax.Header("target", config, stop, raw.get("pad_token_id"))
+    return header, keys.stream(tensors, keys.expected_shapes(config), path, dtype)
 
 
 def read_draft_config(
@@ -297,10 +314,20 @@ def read_draft(path: Path, config: DraftConfig, dtype: DTypeLike | None = None) 
         path: A folder.
         dtype: None keeps each tensor's own.
     """
+    header, leaves = open_draft(path, config, dtype)
+    params = keys.build(leaves, keys.expected_shapes(header.config))
+    return Draft(header.config, params, path)
+
+
+def open_draft(
+    path: Path, config: DraftConfig, dtype: DTypeLike | None = None
+) -> tuple[orbax.Header[DraftConfig], Leaves]:
+    """`open_target` for the draft that `read_draft_config` found."""
     if orbax.is_checkpoint(path):
-        return Draft(config, orbax.load_params(path, config, dtype), path)
+        return orbax.Header("draft", config), orbax.stream(path, config, dtype)
     config = keys.own_tensors(config, hf.read_names(path))
-    return Draft(config, keys.assemble_draft(hf.read_tensors(path), config, path, dtype), path)
+    leaves = keys.stream_draft(hf.read_tensors(path), config, path, dtype)
+    return orbax.Header("draft", config), leaves
 
 
 def _named(path: Path, build, *args, **options):

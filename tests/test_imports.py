@@ -81,7 +81,9 @@ def test_imports_go_one_way(path):
     assert found <= ALLOWED[owner], f"{name_of(path)} imports {sorted(found - ALLOWED[owner])}"
 
 
-@pytest.mark.parametrize("path", sources("dflash_jax", "convert", "train"), ids=name_of)
+@pytest.mark.parametrize(
+    "path", sources("dflash_jax", "convert", "train", "benchmarks"), ids=name_of
+)
 def test_outside_packages_are_imported_where_they_belong(path):
     name = name_of(path)
     for module, at_import in imports(path):
@@ -91,6 +93,7 @@ def test_outside_packages_are_imported_where_they_belong(path):
         if name.startswith("dflash_jax/"):
             assert not under(module, "train"), f"{name} imports train"
             assert not under(module, "convert"), f"{name} imports convert"
+            assert not under(module, "benchmarks"), f"{name} imports benchmarks"
             late = any(under(module, package) for package in SLOW_OR_OPTIONAL)
             assert not (late and at_import), f"{name} imports {module} outside a function"
 
@@ -104,7 +107,9 @@ def test_importing_the_package_loads_nothing_slow_or_optional():
     assert not SLOW_OR_OPTIONAL & set(run.stdout.split())
 
 
-@pytest.mark.parametrize("path", sources("dflash_jax", "convert", "train"), ids=name_of)
+@pytest.mark.parametrize(
+    "path", sources("dflash_jax", "convert", "train", "benchmarks"), ids=name_of
+)
 def test_functions_and_modules_stay_short(path):
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_MODULE

@@ -76,27 +76,82 @@ def test_the_parameters_are_a_plain_orbax_tree(saved, draft):
     assert_same(ocp.load(saved / "params"), draft.params)
 
 
-def test_a_sharded_tree_restores_on_one_device(tmp_path, golden):
-    code = """
+MESH = """
 import sys, jax, numpy as np
 from pathlib import Path
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from dflash_jax import pair
-from dflash_jax.checkpoint import orbax
-assert len(jax.devices()) == 4
-target = pair.read_target(Path(sys.argv[1]))
+from dflash_jax.checkpoint import keys, orbax
+
+source, single, sharded = map(Path, sys.argv[1:])
+target = pair.read_target(source)
 mesh = Mesh(np.array(jax.devices()), ("x",))
-place = lambda x: jax.device_put(x, NamedSharding(mesh, P("x") if x.shape[0] % 4 == 0 else P()))
-orbax.save(sys.argv[2], "target", target.config, jax.tree.map(place, target.params))
+n = len(jax.devices())
+
+def place(path, shape):
+    return NamedSharding(mesh, P("x") if shape[0] % n == 0 else P())
+
+def check(directory):
+    got = keys.flatten(orbax.load(directory, sharding=place)[1])
+    for path, leaf in keys.flatten(target.params).items():
+        assert got[path].sharding == place(path, leaf.shape), path
+        np.testing.assert_array_equal(got[path], leaf)
+        parts = {s.data.shape[0] for s in got[path].addressable_shards}
+        assert parts == {leaf.shape[0] // n if leaf.shape[0] % n == 0 else leaf.shape[0]}, path
+
+check(single)
+if not sharded.exists():
+    placed = {path: jax.device_put(x, place(path, x.shape)) for path, x in keys.flatten(target.params).items()}
+    orbax.save(sharded, "target", target.config, keys.nest(placed))
+check(sharded)
+everywhere = orbax.load(sharded, sharding=NamedSharding(mesh, P()))[1]
+assert {x.sharding.num_devices for x in jax.tree.leaves(everywhere)} == {n}
+print(n)
 """
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    subprocess.run(
-        [sys.executable, "-c", code, str(golden / "targets/qwen3_gqa"), str(tmp_path / "a")],
-        check=True, env={**os.environ, **flags}, cwd=Path(__file__).parent.parent,
-    )  # fmt: skip
-    assert_same(
-        orbax.load(tmp_path / "a")[1], pair.read_target(golden / "targets/qwen3_gqa").params
+
+
+def test_checkpoints_of_one_and_of_eight_devices_restore_on_one_two_and_eight(tmp_path, golden):
+    source, single, sharded = (
+        golden / "targets/qwen3_gqa",
+        tmp_path / "single",
+        tmp_path / "sharded",
     )
+    target = pair.read_target(source)
+    orbax.save(single, "target", target.config, target.params)
+    for devices in (8, 2):
+        flags = {
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_PLATFORMS": "cpu",
+        }
+        run = subprocess.run(
+            [sys.executable, "-c", MESH, str(source), str(single), str(sharded)], check=True,
+            env={**os.environ, **flags}, cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert run.stdout == f"{devices}\n"
+    assert_same(orbax.load(sharded)[1], target.params)
+    assert {x.sharding.num_devices for x in jax.tree.leaves(orbax.load(sharded)[1])} == {1}
+
+
+def test_leaves_that_are_not_asked_for_are_not_read(tmp_path):
+    from orbax.checkpoint import v1 as ocp
+
+    rng = np.random.default_rng(0)
+    tree = {name: {"w": rng.integers(0, 2**32, 4096, np.uint32)} for name in ("params", "moments")}
+    ocp.save(tmp_path / "a", tree)
+    lost = tree["moments"]["w"].tobytes()[:64]
+    files = [p for p in (tmp_path / "a").rglob("*") if p.is_file() and lost in p.read_bytes()]
+    assert files, "the bytes are not stored as they are"
+    for file in files:
+        data = file.read_bytes()
+        start = data.index(lost)
+        header = data.rindex(b"\x28\xb5\x2f\xfd", 0, start)  # of its zstandard frame
+        file.write_bytes(data[:header] + bytes(start - header) + data[start:])
+    stored = orbax.read_shapes(tmp_path / "a")
+    leaves = dict(orbax.read_leaves(tmp_path / "a", {"params/w": stored["params/w"]}))
+    assert leaves.keys() == {"params/w"}
+    np.testing.assert_array_equal(leaves["params/w"], tree["params"]["w"])
+    with pytest.raises(ValueError, match="not a readable Orbax checkpoint"):
+        dict(orbax.read_leaves(tmp_path / "a", stored))
 
 
 def test_an_existing_destination_is_refused_and_kept(draft, tmp_path):

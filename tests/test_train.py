@@ -15,11 +15,14 @@ from fakes import leaves_equal, prompts_of
 from training import TAPS, answers, tiny_target
 
 import train.run
+from dflash_jax.checkpoint import keys, orbax
 from dflash_jax.generation import generate
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.pair import load_draft
+from train import restore
 from train.config import TrainConfig, read_recipe
 from train.data import frequent_ids, load_examples
+from train.restore import read_draft
 from train.run import (
     Setup,
     draft_config,
@@ -242,6 +245,31 @@ def test_an_export_takes_the_place_of_an_older_one_and_a_failed_one_leaves_it(st
     folded = fold_scale(state.params, state.feature_scale)
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), folded)
     assert leaves_equal(load_draft(folder, TARGET, dtype=jnp.bfloat16).params, rounded)
+
+
+def test_a_checkpoints_draft_is_read_without_the_optimizers_state(straight, tmp_path, monkeypatch):
+    asked, read = set(), orbax.read_leaves
+    monkeypatch.setattr(
+        orbax, "read_leaves", lambda f, wanted: asked.update(wanted) or read(f, wanted)
+    )
+    for step in (4, 6):
+        state = checkpoint(straight, step)
+        draft = read_draft(straight.config.run, step)
+        assert draft.config == straight.module.config
+        assert leaves_equal(draft.params, fold_scale(state.params, state.feature_scale))
+    assert asked == {f"params/{p}" for p in keys.flatten(state.params)} | {"feature_scale"}
+    assert leaves_equal(read_draft(straight.config.run).params, draft.params)
+    assert restore.main([straight.config.run, str(tmp_path / "draft")]) == 0
+    export(straight, state, tmp_path / "other")
+    weights = [(tmp_path / p / "model.safetensors").read_bytes() for p in ("draft", "other")]
+    assert weights[0] == weights[1]
+
+
+def test_a_run_without_the_checkpoint_says_which_it_has(straight, tmp_path, capsys):
+    with pytest.raises(ValueError, match=r"steps \[4, 6\], not step=5"):
+        read_draft(straight.config.run, 5)
+    assert restore.main([str(tmp_path), str(tmp_path / "draft")]) == 1
+    assert "steps []" in capsys.readouterr().err
 
 
 def test_the_folded_draft_on_raw_features_is_the_trained_one_on_scaled_features(straight):

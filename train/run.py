@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dflash_jax.checkpoint.export import save_draft
+from dflash_jax.checkpoint.orbax import plain
 from dflash_jax.config import DraftConfig, RopeConfig
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.pair import Target, load_draft, load_target
@@ -257,7 +258,9 @@ def train(setup: Setup) -> None:
             with metrics_file.open("a") as f:
                 f.write(json.dumps(record) + "\n")
             if done % config.save_every == 0 or done == config.steps:
-                checkpointer.save(done, state)
+                checkpointer.save(
+                    done, state, custom_metadata={"draft": plain(setup.module.config)}
+                )
 
 
 def one_step(setup: Setup, state: TrainState, step: int) -> tuple[TrainState, dict[str, float]]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +34,7 @@ def split_fused(tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str
         fused = _FUSED.fullmatch(name)
         if not fused or value.ndim != 3:
             yield name, value
+            del value  # the next is read before it would be
             continue
         F = value.shape[1] // 2
         for e, matrix in enumerate(value):
@@ -41,6 +43,16 @@ def split_fused(tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str
             else:
                 yield f"{fused[1]}.{e}.gate_proj.weight", matrix[:F]
                 yield f"{fused[1]}.{e}.up_proj.weight", matrix[F:]
+        value = matrix = None
+
+
+def unstack(path: str, leaf: Any) -> Iterator[tuple[str, Any]]:
+    """Yields a leaf's tensors and their paths, the inverse of `Stacks`: most leaves are one."""
+    stack = _STACK.fullmatch(path)
+    if stack:
+        yield from ((f"{stack[1]}/{e}/{stack[2]}", leaf[e]) for e in range(len(leaf)))
+    else:
+        yield path, leaf
 
 
 class Stacks:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import uuid
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -63,6 +64,24 @@ def atomic_folder(destination: str | Path) -> Generator[Path]:
             with contextlib.suppress(OSError):  # someone else may use it by now
                 p.rmdir()
         raise
+
+
+@contextlib.contextmanager
+def tidy_termination() -> Generator[None]:
+    """Makes SIGTERM leave the block as an exception would, so that an `atomic_folder` is removed.
+
+    Raises:
+        SystemExit: On SIGTERM, with the status a shell gives it.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _refuse_existing(destination: Path) -> None:

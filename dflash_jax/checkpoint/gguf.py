@@ -50,9 +50,11 @@ class _Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class _File:
+    path: Path
+    size: int
+    start: int  # of the tensors' bytes
     metadata: dict[str, Any]
     tensors: tuple[_Tensor, ...]
-    data: np.ndarray  # the mapped bytes from the first tensor on
 
     def get(self, key: str) -> Any:
         """A value that must be there."""
@@ -116,8 +118,15 @@ def _open(path: Path) -> _File:
 
 @functools.lru_cache(maxsize=1)
 def _parse(path: Path, mtime: int, size: int) -> _File:
-    with path.open("rb") as file:
-        buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
+        start, metadata, tensors = _parse_header(buffer)
+    if start > size:
+        raise ValueError(f"it ends at byte {size}, before its tensors")
+    return _File(path, size, start, metadata, tensors)
+
+
+def _parse_header(buffer: mmap.mmap) -> tuple[int, dict[str, Any], tuple[_Tensor, ...]]:
+    """The first byte of the tensors, the metadata, and where each tensor is."""
     cursor = _Cursor(buffer)
     magic, version = buffer[:4], None
     if magic == b"GGUF":
@@ -137,10 +146,7 @@ def _parse(path: Path, mtime: int, size: int) -> _File:
         kind, offset = cursor.one("I"), cursor.one("Q")
         tensors.append(_Tensor(name, shape, kind, offset))
     alignment = metadata.get("general.alignment", 32)
-    start = -(-cursor.at // alignment) * alignment
-    if start > size:
-        raise ValueError(f"it ends at byte {size}, before its tensors")
-    return _File(metadata, tuple(tensors), np.frombuffer(buffer, np.uint8, offset=start))
+    return -(-cursor.at // alignment) * alignment, metadata, tuple(tensors)
 
 
 def _load(file: _File, tensor: _Tensor) -> np.ndarray:
@@ -158,12 +164,15 @@ def _load(file: _File, tensor: _Tensor) -> np.ndarray:
     count = math.prod(tensor.shape)
     if not tensor.shape or tensor.shape[-1] % block:
         raise ValueError(f"shape {list(tensor.shape)} is no whole number of {kind.name} blocks")
-    end = tensor.offset + count // block * size
-    if end > len(file.data):
-        raise ValueError(f"it ends {end - len(file.data)} bytes past the end of the file")
-    rows = file.data[tensor.offset : end].reshape(*tensor.shape[:-1], -1)
+    nbytes = count // block * size
+    end = file.start + tensor.offset + nbytes
+    if end > file.size:
+        raise ValueError(f"it ends {end - file.size} bytes past the end of the file")
+    # A plain read: pages of a mapped file would count as memory in use.
+    data = np.fromfile(file.path, np.uint8, nbytes, offset=file.start + tensor.offset)
+    rows = data.reshape(*tensor.shape[:-1], -1)
     if kind == gguf.GGMLQuantizationType.F32:
-        return rows.view(np.float32).copy()  # a view would follow later changes of the file
+        return rows.view(np.float32)
     if kind == gguf.GGMLQuantizationType.F16:
         return rows.view(np.float16).astype(np.float32)
     return gguf.dequantize(rows, kind).astype(np.float32, copy=False)

@@ -1,18 +1,29 @@
 """Hugging Face checkpoints: folders and hub ids, read without torch."""
 
-import contextlib
+import dataclasses
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-import ml_dtypes  # noqa: F401  safetensors' numpy front end reads bfloat16 only with it
+import ml_dtypes
 import numpy as np
 import safetensors
 
 from dflash_jax.checkpoint.files import one_line, read_json
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Of safetensors' dtype names; the eight-bit floats only so that an error can name them.
+DTYPES = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+        "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8,
+        "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
+    }.items()
+}  # fmt: skip
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.(.*)")
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "*.jinja", "vocab.*", "merges.txt",
@@ -80,23 +91,21 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
     Raises:
         ValueError: If a file is missing, truncated or corrupt, or the index and the shards disagree.
     """
-    if (folder / _WEIGHTS).is_file():
-        yield from _read_file(folder / _WEIGHTS)
+    if (folder / WEIGHTS).is_file():
+        yield from _read_file(folder / WEIGHTS)
         return
-    if not (folder / _INDEX).is_file():
-        raise ValueError(f"{folder} has neither {_WEIGHTS} nor {_INDEX}")
-    shards = _read_index(folder / _INDEX)
+    if not (folder / INDEX).is_file():
+        raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}")
+    shards = _read_index(folder / INDEX)
     for shard, names in shards.items():
         if not (folder / shard).is_file():
-            raise ValueError(f"{folder / _INDEX} names the shard {shard}, which is missing")
-        found = set()
-        for name, value in _read_file(folder / shard):
-            found.add(name)
-            yield name, value
+            raise ValueError(f"{folder / INDEX} names the shard {shard}, which is missing")
+        found = read_header(folder / shard).keys()
         if found != names:
             raise ValueError(
                 f"{folder / shard} and its index disagree about {sorted(found ^ names)}"
             )
+        yield from _read_file(folder / shard)
 
 
 def read_names(folder: Path) -> frozenset[str]:
@@ -105,12 +114,11 @@ def read_names(folder: Path) -> frozenset[str]:
     Raises:
         ValueError: As `read_tensors`.
     """
-    if (folder / _WEIGHTS).is_file():
-        with contextlib.ExitStack() as stack:
-            return frozenset(_open(stack, folder / _WEIGHTS)[1])
-    if not (folder / _INDEX).is_file():
-        raise ValueError(f"{folder} has neither {_WEIGHTS} nor {_INDEX}")
-    return frozenset().union(*_read_index(folder / _INDEX).values())
+    if (folder / WEIGHTS).is_file():
+        return frozenset(read_header(folder / WEIGHTS))
+    if not (folder / INDEX).is_file():
+        raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}")
+    return frozenset().union(*_read_index(folder / INDEX).values())
 
 
 def _read_index(path: Path) -> dict[str, set[str]]:
@@ -126,30 +134,56 @@ def _read_index(path: Path) -> dict[str, set[str]]:
     return shards
 
 
-def _broken(path: Path, e: Exception) -> ValueError:
-    return ValueError(f"{path} is truncated or corrupt: {one_line(e)}")
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A tensor's dtype, shape, and first byte in its safetensors file."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int
 
 
-def _open(stack: contextlib.ExitStack, path: Path) -> tuple[Any, list[str]]:
-    """An open file, and the names in it."""
+def read_header(path: Path) -> dict[str, Entry]:
+    """What a safetensors file holds, by name, without the values.
+
+    Raises:
+        ValueError: If the file is truncated or corrupt, or holds a dtype without a numpy name.
+
+    Source: https://github.com/huggingface/safetensors#format.
+    """
     try:
-        file = stack.enter_context(safetensors.safe_open(path, framework="np"))
-        return file, list(file.keys())
-    except (safetensors.SafetensorError, OSError) as e:
-        raise _broken(path, e) from e
+        with safetensors.safe_open(path, framework="np"):
+            pass  # checks the header, and that the tensors fill the file
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+    except (safetensors.SafetensorError, OSError, ValueError) as e:
+        raise ValueError(f"{path} is truncated or corrupt: {one_line(e)}") from e
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{path}: {name} has the unsupported dtype {entry['dtype']}")
+    return {
+        name: Entry(DTYPES[e["dtype"]], tuple(e["shape"]), 8 + size + e["data_offsets"][0])
+        for name, e in header.items()
+    }
 
 
 def _read_file(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    with contextlib.ExitStack() as stack:
-        file, names = _open(stack, path)
+    header = read_header(path)
+    with path.open("rb") as file:
         # The experts of one projection one after another, so that they can be stacked.
-        names = sorted(names, key=lambda n: _EXPERT.sub(r".experts.\2.\1", n))
-        for name in names:
-            try:
-                value = file.get_tensor(name)
-            except (safetensors.SafetensorError, TypeError, AttributeError) as e:
-                raise _broken(path, e) from e
-            yield name, value
+        for name in sorted(header, key=lambda n: _EXPERT.sub(r".experts.\2.\1", n)):
+            yield name, _read_tensor(file, header[name])
+
+
+def _read_tensor(file: BinaryIO, entry: Entry) -> np.ndarray:
+    """One tensor by a plain read: pages of a mapped file would count as memory in use."""
+    value = np.empty(entry.shape, entry.dtype)
+    file.seek(entry.offset)
+    if file.readinto(value.reshape(-1).view(np.uint8)) != value.nbytes:  # pyrefly: ignore
+        raise ValueError(f"{file.name} was cut short while it was read")
+    return value
 
 
 def read_stop_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:

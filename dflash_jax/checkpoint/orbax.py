@@ -8,14 +8,21 @@ Shapes come from the config, so a checkpoint restores on any number of devices.
 """
 
 import contextlib
+import ctypes
 import dataclasses
+import gc
+import math
 import shutil
-from collections.abc import Generator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from dflash_jax import array_typing as at
@@ -34,10 +41,16 @@ from dflash_jax.config import (
 _FORMAT, _VERSION = "dflash-jax", 1
 _CONFIGS = {"target": TargetConfig, "draft": DraftConfig}
 _HEADS = {cls.__name__: cls for cls in (DFlash2, Domino, DSpark)}
+Config = TypeVar("Config", bound=TargetConfig | DraftConfig)
+_GROUP = 2**27  # bytes of leaves that are read or written in one call
+_CHUNK = 2**26  # bytes of a stored array that are read at once
+
+# Where a leaf goes; a function is given its path and shape.
+Placement = Sharding | Callable[[str, tuple[int, ...]], Sharding] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Header:
+class Header(Generic[Config]):
     """What a checkpoint's `config.json` says.
 
     Attributes:
@@ -48,7 +61,7 @@ class Header:
     """
 
     kind: Literal["target", "draft"]
-    config: TargetConfig | DraftConfig
+    config: Config
     stop_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
 
@@ -74,14 +87,32 @@ def save(
     Raises:
         ValueError: If the directory exists, or the parameters are not the config's.
     """
-    from orbax.checkpoint import v1 as ocp
-
-    if not isinstance(config, _CONFIGS.get(kind, ())):
-        raise ValueError(f"{kind=} does not fit a {type(config).__name__}")
     keys.check_params(params, config, "the parameters to save")
+    header = Header(kind, config, tuple(stop_token_ids), pad_token_id)
+    write(directory, header, keys.flatten(params).items(), tokenizer_files)
+
+
+def write(
+    directory: str | Path,
+    header: Header,
+    leaves: Iterable[tuple[str, Any]],
+    tokenizer_files: Sequence[Path] = (),
+) -> None:
+    """Writes a checkpoint a few leaves at a time; the directory appears whole or not at all.
+
+    Args:
+        directory: Must not exist.
+        leaves: Pairs (path, numpy or JAX array), all that `header.config` asks for, already checked
+            (`keys.stream`, `keys.checked`); kept bit for bit. At most the largest and 256 MiB of the
+            others are held.
+
+    Raises:
+        ValueError: If the directory exists, the kind is not the config's, or `leaves` raises it.
+    """
+    if not isinstance(header.config, _CONFIGS.get(header.kind, ())):
+        raise ValueError(f"kind={header.kind!r} does not fit a {type(header.config).__name__}")
     with atomic_folder(directory) as folder:
-        tree: Any = keys.nest(keys.flatten(params))
-        ocp.save(str(folder / "params"), tree)
+        _write_params(folder / "params", leaves)
         for file in tokenizer_files:
             shutil.copyfile(file, folder / file.name)
         write_json(
@@ -89,12 +120,65 @@ def save(
             {
                 "format": _FORMAT,
                 "version": _VERSION,
-                "kind": kind,
-                "config": _plain(config),
-                "stop_token_ids": list(stop_token_ids),
-                "pad_token_id": pad_token_id,
+                "kind": header.kind,
+                "config": plain(header.config),
+                "stop_token_ids": list(header.stop_token_ids),
+                "pad_token_id": header.pad_token_id,
             },
         )
+
+
+def _write_params(folder: Path, leaves: Iterable[tuple[str, Any]]) -> None:
+    from orbax.checkpoint import v1 as ocp
+
+    def write_group(group: dict[str, Any]) -> None:
+        with _options():
+            tree: Any = keys.nest(group)
+            ocp.partial.save(str(folder), tree)
+
+    # In another thread, so that an interrupt never cuts a write short: leaving the pool waits for it,
+    # and nobody writes to a folder that is being removed.
+    with ThreadPoolExecutor(1) as pool:
+        for group in _groups(leaves):
+            pool.submit(write_group, group).result()
+            del group
+            _free_memory()
+        pool.submit(ocp.partial.finalize, str(folder)).result()
+
+
+def _groups(leaves: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Leaves, or what stands for them, by path: `_GROUP` bytes at most, or one that is larger."""
+    group, size = {}, 0
+    for path, leaf in leaves:
+        nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+        if group and size + nbytes > _GROUP:
+            yield group
+            group, size = {}, 0
+        group[path], size = leaf, size + nbytes
+        del leaf  # not held while the next is read
+        if size >= _GROUP:  # nor is a large one
+            yield group
+            group, size = {}, 0
+    if group:
+        yield group
+
+
+@contextlib.contextmanager
+def _options() -> Generator[None]:
+    """How we have Orbax read and write.
+
+    Weights hardly compress, and uncompressed chunks are written from where they are. Reading an array
+    holds one chunk beside it.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    context.array.saving.use_compression = False
+    context.array.saving.storage_options.chunk_byte_size = _CHUNK
+    context.memory.deepcopy_host_arrays = False  # nobody changes them: each call is waited for
+    context.pytree.loading.partial_load = True
+    with context:
+        yield
 
 
 def is_checkpoint(directory: Path) -> bool:
@@ -119,59 +203,116 @@ def read_header(directory: Path) -> Header:
     if kind not in _CONFIGS:
         raise ValueError(f"{path}: kind={kind!r} must be one of {sorted(_CONFIGS)}")
     try:
-        fields = dict(value["config"])
-        given: dict[str, Any] = {"rope": _build(RopeConfig, fields["rope"])}
-        if fields.get("moe") is not None:
-            given["moe"] = _build(MoeConfig, fields["moe"])
-        if fields.get("head") is not None:
-            head = dict(fields["head"])
-            given["head"] = _build(_HEADS[head.pop("type")], head)
-        config = _build(_CONFIGS[kind], fields, **given)
+        config = config_of(_CONFIGS[kind], value["config"])
         stop, pad = tuple(value["stop_token_ids"]), value.get("pad_token_id")
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError(f"{path} is not a complete config: {one_line(e)}") from e
     return Header(kind, config, stop, pad)
 
 
-def load(directory: str | Path, dtype: DTypeLike | None = None) -> tuple[Header, at.Params]:
-    """What a checkpoint is, and its parameters, on the first device.
+def load(
+    directory: str | Path, dtype: DTypeLike | None = None, sharding: Placement = None
+) -> tuple[Header, at.Params]:
+    """What a checkpoint is, and its parameters.
 
     Args:
-        directory: Written by `save`.
+        directory: Written by `save`, on any number of devices.
         dtype: Of the parameters; None for the stored one.
+        sharding: Of all leaves, or of each by its path and shape; each device reads its own part.
+            None is the first device.
 
     Raises:
         ValueError: If the directory is none of ours, incomplete or corrupt.
     """
     header = read_header(Path(directory))
-    return header, load_params(Path(directory), header.config, dtype)
+    return header, load_params(Path(directory), header.config, dtype, sharding)
 
 
 def load_params(
-    directory: Path, config: TargetConfig | DraftConfig, dtype: DTypeLike | None = None
+    directory: Path,
+    config: TargetConfig | DraftConfig,
+    dtype: DTypeLike | None = None,
+    sharding: Placement = None,
 ) -> at.Params:
     """The parameters of a checkpoint, which must be `config`'s. See `load`."""
+    leaves = stream(directory, config, dtype, sharding)
+    return keys.build(leaves, keys.expected_shapes(config))
+
+
+def stream(
+    directory: Path,
+    config: TargetConfig | DraftConfig,
+    dtype: DTypeLike | None = None,
+    sharding: Placement = None,
+) -> Iterator[tuple[str, Any]]:
+    """Yields (path, leaf) of a checkpoint, which must be `config`'s. See `read_leaves`."""
+    folder = Path(directory) / "params"
+    stored = read_shapes(folder)
+    found = {path: leaf.shape for path, leaf in stored.items()}
+    keys.check_shapes(found, keys.expected_shapes(config), directory)
+    yield from keys.checked(read_leaves(folder, stored, dtype, sharding), config, directory)
+
+
+def read_shapes(folder: Path) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every array in a folder written by Orbax, by path.
+
+    Raises:
+        ValueError: If the folder is not readable, or holds no arrays.
+    """
     from orbax.checkpoint import v1 as ocp
 
-    folder = Path(directory).absolute() / "params"
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     with _readable(folder):
-        metadata: Any = ocp.metadata(str(folder)).metadata
-        stored = keys.flatten(metadata)
-        if not stored:
+        metadata: Any = ocp.metadata(str(folder.absolute())).metadata
+        leaves = keys.flatten(metadata)
+        if not leaves:
             raise ValueError("it holds no readable parameters")
-        shapes = {path: tuple(leaf.shape) for path, leaf in stored.items()}
-    keys.check_shapes(shapes, keys.expected_shapes(config), directory)
-    abstract: Any = keys.nest(
-        {
-            path: jax.ShapeDtypeStruct(leaf.shape, _kept(leaf.dtype, dtype), sharding=device)
-            for path, leaf in stored.items()
-        }
-    )
-    with _readable(folder):
-        params: Any = ocp.load(str(folder), abstract)
-    keys.check_params(params, config, directory)
-    return params
+        return {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in leaves.items()}
+
+
+def read_leaves(
+    folder: Path,
+    wanted: Mapping[str, jax.ShapeDtypeStruct],
+    dtype: DTypeLike | None = None,
+    sharding: Placement = None,
+) -> Iterator[tuple[str, Any]]:
+    """Yields (path, array) of leaves of a folder written by Orbax; no others are read.
+
+    At most the largest and 256 MiB of the others are held.
+
+    Args:
+        wanted: Those of `read_shapes` to read.
+        dtype: Of leaves that are not integers; None for the stored one.
+        sharding: See `load`; None gives numpy arrays.
+
+    Raises:
+        ValueError: If the folder is not readable.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    def abstract(path: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | np.ndarray:
+        kept = _kept(leaf.dtype, dtype)
+        place = sharding(path, leaf.shape) if callable(sharding) else sharding
+        if place is None:
+            return keys.blank(leaf.shape, kept)  # asks for a numpy array
+        return jax.ShapeDtypeStruct(leaf.shape, kept, sharding=place)
+
+    for group in _groups((path, abstract(path, leaf)) for path, leaf in wanted.items()):
+        _free_memory()
+        asked: Any = keys.nest(group)
+        with _readable(folder), _options():
+            tree: Any = ocp.load(str(folder.absolute()), asked)
+        leaves = keys.flatten(tree)
+        del tree
+        for path in group:
+            yield path, leaves.pop(path)
+
+
+def _free_memory() -> None:
+    """Gives back what the last call held: Orbax leaves cycles, and glibc keeps what its threads freed."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 @contextlib.contextmanager
@@ -188,7 +329,23 @@ def _kept(stored: DTypeLike, wanted: DTypeLike | None) -> DTypeLike:
     return stored if wanted is None or jnp.issubdtype(stored, jnp.integer) else wanted
 
 
-def _plain(config: TargetConfig | DraftConfig) -> dict[str, Any]:
+def config_of(cls: type[Config], plain: Mapping[str, Any]) -> Config:
+    """The config that `plain` made JSON of.
+
+    Raises:
+        KeyError, TypeError, ValueError: If something is missing, unknown or wrong.
+    """
+    fields = dict(plain)
+    given: dict[str, Any] = {"rope": _build(RopeConfig, fields["rope"])}
+    if fields.get("moe") is not None:
+        given["moe"] = _build(MoeConfig, fields["moe"])
+    if fields.get("head") is not None:
+        head = dict(fields["head"])
+        given["head"] = _build(_HEADS[head.pop("type")], head)
+    return _build(cls, fields, **given)
+
+
+def plain(config: TargetConfig | DraftConfig) -> dict[str, Any]:
     """A config as JSON; a head names its type."""
     fields = dataclasses.asdict(config)
     if fields.get("head") is not None and isinstance(config, DraftConfig):
