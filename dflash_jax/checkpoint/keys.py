@@ -26,7 +26,7 @@ from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.models.transformer import Transformer
 
 _EMBEDDING, _HEAD = "embed_tokens/weight", "lm_head/weight"
-_OFFSETS = "d2t"  # the one leaf of integers
+OFFSETS = "d2t"  # the one leaf of integers
 _BUFFER = "rotary_emb.inv_freq"  # follows from the config
 _FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 
@@ -122,7 +122,7 @@ def assemble(
     for name, value in split_fused(tensors):
         path = path_of(name)
         if not name.endswith(_BUFFER) and audit.accepts(name, path, value):
-            kept = np.int32 if path == _OFFSETS else value.dtype if dtype is None else dtype
+            kept = np.int32 if path == OFFSETS else value.dtype if dtype is None else dtype
             whole = stacks.add(path, value.astype(kept, copy=False))
             if whole is not None:
                 leaves[whole[0]] = jnp.asarray(whole[1])
@@ -162,7 +162,7 @@ def assemble_draft(
 
 def _target_ids(params: at.Params) -> np.ndarray:
     """The target's id of each row of a reduced vocabulary's head."""
-    offsets = np.asarray(params[_OFFSETS])
+    offsets = np.asarray(params[OFFSETS])
     return np.arange(len(offsets)) + offsets
 
 
@@ -231,7 +231,7 @@ class _Audit:
                 return False
         if not self.fits(name, path, value.shape):
             return False
-        fault = _integer_fault(value) if path == _OFFSETS else _fault(value)
+        fault = _integer_fault(value) if path == OFFSETS else _fault(value)
         if fault:
             self.problems.append(f"{name} {list(value.shape)} {fault}")
         return not fault
