@@ -13,7 +13,9 @@ from jax.typing import DTypeLike
 from dflash_jax import array_typing as at
 from dflash_jax.checkpoint import gguf, hf, keys, orbax
 from dflash_jax.checkpoint.files import one_line
+from dflash_jax.checkpoint.wrappers import text_tensors
 from dflash_jax.config import DraftConfig, TargetConfig, WindowRule, build_target_layer_ids
+from dflash_jax.config.wrappers import is_wrapper, text_config
 
 EMBEDDED_DRAFT = Path(__file__).parent / "data" / "smollm2-draft"
 TargetLayerIds = Sequence[int] | Literal["default"] | None
@@ -201,8 +203,9 @@ def read_target(path: Path, dtype: DTypeLike | None = None) -> Target:
     if path.is_file():
         if path.suffix != ".gguf":
             raise ValueError(f"{path} is a file; a checkpoint is a folder or a .gguf file")
-        raw, tensors = gguf.read_config(path), gguf.read_tensors(path)
-        stop = gguf.read_stop_token_ids(path)
+        raw, stop = gguf.read_config(path), gguf.read_stop_token_ids(path)
+        config = _named(path, TargetConfig.from_hf, raw)
+        tensors = gguf.read_tensors(path)
     elif orbax.is_checkpoint(path):
         header = orbax.read_header(path)
         if not isinstance(header.config, TargetConfig):
@@ -210,11 +213,13 @@ def read_target(path: Path, dtype: DTypeLike | None = None) -> Target:
         params = orbax.load_params(path, header.config, dtype)
         return Target(header.config, params, header.stop_token_ids, path, header.pad_token_id)
     else:
-        raw, tensors = hf.read_config(path), hf.read_tensors(path)
-        if hf.is_draft(raw):
+        whole = hf.read_config(path)
+        if hf.is_draft(whole):
             raise ValueError(f"{path} is a draft, not a target")
+        config, raw = _named(path, TargetConfig.from_hf, whole), text_config(whole)
         stop = hf.read_stop_token_ids(path, raw)
-    config = _named(path, TargetConfig.from_hf, raw)
+        tensors = hf.read_tensors(path)
+        tensors = text_tensors(tensors, config) if is_wrapper(whole) else tensors
     params = keys.assemble(tensors, keys.expected_shapes(config), path, dtype)
     return Target(config, params, stop, path, raw.get("pad_token_id"))
 

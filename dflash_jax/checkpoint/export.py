@@ -173,7 +173,9 @@ _ABSENT = {
     "input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0, "use_swa": False,
 }  # fmt: skip
 _ALIASES = {"torch_dtype": "dtype", "num_local_experts": "num_experts"}
-_MERGED = ("dflash_config", "text_config")  # their keys mean the same at the top level
+# Objects whose keys are compared one by one; those of the first two mean the same at the top level.
+_MERGED = ("dflash_config", "text_config")
+_OBJECTS = (*_MERGED, "transformer_layer_config", "speculators_config", "verifier")
 
 
 def not_kept(raw: Mapping[str, Any], written: Mapping[str, Any]) -> list[str]:
@@ -196,7 +198,7 @@ def not_kept(raw: Mapping[str, Any], written: Mapping[str, Any]) -> list[str]:
                 return meaning(old) == meaning(new)
         if key in found and bare == "eos_token_id":  # the generation config may have more
             return set(np.atleast_1d(value)) <= set(np.atleast_1d(found[key]))
-        return found[key] == value if key in found else _ABSENT.get(key) == value
+        return found[key] == value if key in found else _ABSENT.get(bare) == value
 
     return sorted(name for name, key, value in _entries(raw) if not kept(key, value))
 
@@ -213,7 +215,7 @@ def _configs(raw: Mapping[str, Any], written: Mapping[str, Any]) -> tuple[Any, A
 def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     """(name, the key that it is compared under, value) of all that is not null."""
     for name, value in config.items():
-        if isinstance(value, Mapping) and not name.startswith("rope_"):
+        if isinstance(value, Mapping) and name in _OBJECTS:
             for inner, key, v in _entries(value):
                 yield f"{name}.{inner}", key if name in _MERGED else f"{name}.{key}", v
         elif value is not None and not name.startswith("_"):

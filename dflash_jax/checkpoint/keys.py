@@ -260,7 +260,13 @@ class _Audit:
         if self.problems:
             raise ValueError(
                 f"{source}: {len(self.problems)} tensors at fault: {'; '.join(self.problems)}"
+                + (self.available() if absent else "")
             )
+
+    def available(self) -> str:
+        """The names that were taken, those of layers aside: what is missing may go by another name."""
+        others = sorted(name for name in self.seen.values() if "layers" not in name)
+        return f"; outside its layers there are {', '.join(others) or 'no tensors'}"
 
 
 def _fault(value: Any) -> str | None:
