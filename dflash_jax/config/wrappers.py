@@ -36,7 +36,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     text = dict(config["text_config"])
     kind = text.get("model_type")
-    text["model_type"] = _TEXT_MODELS.get(kind, kind)
+    text["model_type"] = _TEXT_MODELS.get(str(kind), kind)
     if kind == "qwen3_vl_moe_text":  # its router has no other way
         text["norm_topk_prob"] = True
     for name in ("rope_scaling", "rope_parameters"):
