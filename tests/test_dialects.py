@@ -205,20 +205,6 @@ def test_an_export_spells_out_windows_and_causality():
     assert write_flat(DraftConfig.from_hf(nested(**CONV)))["architectures"] == ["DFlash2DraftModel"]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"window_rule": "speculators"}, {"window_rule": "nemo"}, {"sample_from_anchor": True},
-        {"draft_vocab_size": 96}, {"own_head": True}, {"own_embedding": True}, {"num_target_layers": None},
-        {"last_tap": "pre_norm"}, {"head": DSpark(markov_rank=4)},
-    ],
-)  # fmt: skip
-def test_what_the_flat_dialect_cannot_say_is_refused(changes):
-    config = DraftConfig.from_hf({**DRAFT, **SLIDES, "is_causal": False})
-    with pytest.raises(ValueError, match=f"{next(iter(changes))}.* cannot be said"):
-        write_flat(dataclasses.replace(config, **changes))
-
-
 def test_rules_that_come_to_the_same_are_exported():
     config = DraftConfig.from_hf({**DRAFT, **SLIDES, "sliding_window": 6, "is_causal": False})
     raw = write_flat(dataclasses.replace(config, window_rule="nemo"))
