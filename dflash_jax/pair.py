@@ -219,7 +219,7 @@ def read_target(path: Path, dtype: DTypeLike | None = None) -> Target:
         config, raw = _named(path, TargetConfig.from_hf, whole), text_config(whole)
         stop = hf.read_stop_token_ids(path, raw)
         tensors = hf.read_tensors(path)
-        tensors = text_tensors(tensors, config) if is_wrapper(whole) else tensors
+        tensors = text_tensors(tensors, whole, config) if is_wrapper(whole) else tensors
     params = keys.assemble(tensors, keys.expected_shapes(config), path, dtype)
     return Target(config, params, stop, path, raw.get("pad_token_id"))
 

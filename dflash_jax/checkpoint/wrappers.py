@@ -1,7 +1,8 @@
 """The text model's tensors in a multimodal checkpoint."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +17,13 @@ _FUSED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 
 
 def text_tensors(
-    tensors: Iterable[tuple[str, np.ndarray]], config: TargetConfig
+    tensors: Iterable[tuple[str, np.ndarray]], raw: Mapping[str, Any], config: TargetConfig
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the text model's tensors under a plain target's names; those of images and video are left out.
 
     Args:
         tensors: Pairs (name, array) of a multimodal checkpoint.
+        raw: Its `config.json`.
         config: Of its text model.
 
     Raises:
@@ -34,7 +36,7 @@ def text_tensors(
             continue
         for pattern, prefix in _TEXT:
             name = pattern.sub(prefix, name)
-        fused = _FUSED.fullmatch(name)
+        fused = _FUSED.fullmatch(name) if raw["model_type"] == "qwen3_vl_moe" else None
         yield name, _upright(name, value, fused[1], config) if fused else value
 
 
