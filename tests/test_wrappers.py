@@ -78,6 +78,22 @@ def test_the_text_model_of_a_wrapper_is_the_target(golden, tmp_path, kind, name,
     assert target.stop_token_ids == (9, 8)
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "whole", "inner", "tied"),
+    [
+        ("qwen3_vl", "qwen3_vl_text", False, True, False),
+        ("qwen3_vl", "qwen3_vl_text", True, False, True),
+        ("qwen3_vl", "qwen3_vl_text", None, True, True),
+        ("llava", "llama", False, True, True),
+        ("llava", "llama", None, None, False),
+    ],
+)
+def test_whether_the_head_is_tied_is_the_wrappers_word(golden, kind, text, whole, inner, tied):
+    raw = {**read(golden, "qwen3_gqa")[0], "model_type": text, "tie_word_embeddings": inner}
+    config = {"model_type": kind, "text_config": raw, "tie_word_embeddings": whole}
+    assert TargetConfig.from_hf(config).tie_word_embeddings is tied
+
+
 def transposed(tensors, layers):
     """The tensors with experts as `qwen3_vl_moe` has them."""
     stacked = {}

@@ -43,6 +43,8 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         rope = {k: v for k, v in (text.get(name) or {}).items() if k not in _MROPE}
         rope.update({k: "default" for k in ("type", "rope_type") if rope.get(k) == "mrope"})
         text[name] = rope or None
-    tied = (part.get("tie_word_embeddings") for part in (config, text))
+    whole, inner = (part.get("tie_word_embeddings") for part in (config, text))
+    if kind in _TEXT_MODELS:  # the wrapper's word stands; LLaVA's ties if either says so
+        inner = inner if whole is None else whole
     given = {key: config[key] for key in _SHARED if config.get(key) is not None}
-    return {**text, **given, "tie_word_embeddings": any(tied)}
+    return {**text, **given, "tie_word_embeddings": bool(whole or inner)}
