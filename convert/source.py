@@ -10,6 +10,7 @@ from typing import Any
 
 from dflash_jax import pair
 from dflash_jax.checkpoint import export, hf, orbax
+from dflash_jax.checkpoint.files import read_json
 from dflash_jax.config.dialects import is_nested
 from dflash_jax.config.draft import WINDOW_RULES
 
@@ -92,4 +93,9 @@ def report(model: pair.Target | pair.Draft) -> str:
     except ValueError as e:
         return f"note: this could not be written back as it came: {e}"
     lost = export.not_kept(raw, written)
-    return f"not kept of its config.json: {', '.join(lost)}" if lost else ""
+    generation = model.source / "generation_config.json"
+    if isinstance(model, pair.Target) and generation.is_file():
+        kept = ("eos_token_id", "pad_token_id", "use_cache", "_from_model_config")
+        others = (k for k, v in read_json(generation).items() if v is not None and v is not False)
+        lost += [f"generation_config.{key}" for key in sorted(others) if key not in kept]
+    return f"not kept of its config: {', '.join(lost)}" if lost else ""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from convert import hf_to_orbax
+from convert import hf_to_orbax, orbax_to_hf
 from dflash_jax import pair
 from dflash_jax.checkpoint import gguf as reader
 from dflash_jax.checkpoint import keys
@@ -285,3 +285,7 @@ def test_a_gguf_file_keeps_its_tokenizer_through_a_conversion(llama, tmp_path):
     tokenizer = pair.load_tokenizer(target)
     assert tokenizer("hex<|im_end|>") == reader.read_tokenizer(path)("hex<|im_end|>")
     assert tokenizer.eos_token_id == 254
+    assert orbax_to_hf.main([str(tmp_path / "ours"), str(tmp_path / "back")]) == 0
+    back = pair.load_target(tmp_path / "back")
+    assert (back.config, back.stop_token_ids) == (target.config, (254,))
+    assert pair.load_tokenizer(back)("hex<|im_end|>") == tokenizer("hex<|im_end|>")
