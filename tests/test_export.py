@@ -316,6 +316,7 @@ def test_the_converters_mistakes_are_one_line_and_status_1(tmp_path, capsys):
     out = str(tmp_path / "out")
     for args, said in (
         ([draft, out, "--dialect", "speculators"], "is_causal=True cannot be said"),
+        ([draft, out, "--verifier", "org/name"], "verifier='org/name' cannot be said"),
         ([target, out, "--num-target-layers", "4"], "is a target: --num-target-layers is for drafts"),
         ([str(tmp_path / "nowhere"), out], "neither an existing path"),
         ([target, str(tmp_path)], "exists already"),

@@ -132,6 +132,8 @@ def draft_json(
     """A draft's whole `config.json`; see `save_draft`."""
     if dialect not in DIALECTS:
         raise ValueError(f"{dialect=} must be one of {DIALECTS}")
+    if dialect == "zlab" and verifier is not None:
+        raise ValueError(f"{verifier=} cannot be said in the flat dialect")
     written = write_flat(config) if dialect == "zlab" else write_nested(config, verifier)
     return {**written, "dtype": dtype, "torch_dtype": dtype}
 
