@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from dflash_jax import array_typing as at
 from dflash_jax.checkpoint import gguf, hf, keys, orbax
 from dflash_jax.checkpoint.files import one_line
+from dflash_jax.checkpoint.wrappers import text_tensors
 from dflash_jax.config import (
     DraftConfig,
     RopeConfig,
@@ -21,6 +22,7 @@ from dflash_jax.config import (
     WindowRule,
     build_target_layer_ids,
 )
+from dflash_jax.config.wrappers import is_wrapper, text_config
 
 EMBEDDED_DRAFT = Path(__file__).parent / "data" / "smollm2-draft"
 Leaves = Iterator[tuple[str, Any]]  # (path, array)
@@ -245,19 +247,22 @@ def open_target(
     if path.is_file():
         if path.suffix != ".gguf":
             raise ValueError(f"{path} is a file; a checkpoint is a folder or a .gguf file")
-        raw, tensors = gguf.read_config(path), gguf.read_tensors(path)
-        stop = gguf.read_stop_token_ids(path)
+        raw, stop = gguf.read_config(path), gguf.read_stop_token_ids(path)
+        config = _named(path, TargetConfig.from_hf, raw)
+        tensors = gguf.read_tensors(path)
     elif orbax.is_checkpoint(path):
         header = orbax.read_header(path)
         if not isinstance(header.config, TargetConfig):
             raise ValueError(f"{path} is a draft, not a target")
         return header, orbax.stream(path, header.config, dtype)
     else:
-        raw, tensors = hf.read_config(path), hf.read_tensors(path)
-        if hf.is_draft(raw):
+        whole = hf.read_config(path)
+        if hf.is_draft(whole):
             raise ValueError(f"{path} is a draft, not a target")
+        config, raw = _named(path, TargetConfig.from_hf, whole), text_config(whole)
         stop = hf.read_stop_token_ids(path, raw)
-    config = _named(path, TargetConfig.from_hf, raw)
+        tensors = hf.read_tensors(path)
+        tensors = text_tensors(tensors, whole, config) if is_wrapper(whole) else tensors
     header = orbax.Header("target", config, stop, raw.get("pad_token_id"))
     return header, keys.stream(tensors, keys.expected_shapes(config), path, dtype)
 

@@ -3,7 +3,13 @@ import json
 
 import pytest
 
-from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig, build_target_layer_ids
+from dflash_jax.config import (
+    DraftConfig,
+    RopeConfig,
+    TargetConfig,
+    build_target_layer_ids,
+    write_flat,
+)
 
 SHAPE = {
     "model_type": "qwen3", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -203,17 +209,17 @@ def test_every_golden_draft_config_is_understood_and_survives_an_export(golden, 
     case = json.loads((folder / "case.json").read_text())
     assert config.target_layer_ids == tuple(case["resolved_target_layer_ids"])
     assert (config.block_size, config.mask_token_id) == (case["block_size"], case["mask_token_id"])
-    assert DraftConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    assert DraftConfig.from_hf(json.loads(json.dumps(write_flat(config)))) == config
 
 
 def test_an_exported_scaling_reads_back_as_the_same_rope():
     rope = RopeConfig(theta=1e5, rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
     config = dataclasses.replace(DraftConfig.from_hf(DRAFT), rope=rope)
-    assert DraftConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
+    assert DraftConfig.from_hf(json.loads(json.dumps(write_flat(config)))) == config
 
 
 def test_an_exported_config_has_what_other_readers_need():
-    config = DraftConfig.from_hf(DRAFT).to_hf()
+    config = write_flat(DraftConfig.from_hf(DRAFT))
     assert config["architectures"] == ["DFlashDraftModel"]
     assert config["block_size"] == config["dflash_config"]["block_size"] == 6
     assert config["dflash_config"]["mask_token_id"] == 253

@@ -57,6 +57,12 @@ def test_a_missing_tap_is_an_error_that_names_both_sides(tmp_path):
         list(read_shard(tmp_path / "00000.safetensors", (1, 7, 2)))
 
 
+def test_features_of_another_number_of_taps_are_an_error(tmp_path):
+    write_shard(tmp_path, 0, examples(1), (1, 4))
+    with pytest.raises(ValueError, match="features of width 15 are no 2 taps"):
+        list(read_shard(tmp_path / "00000.safetensors", (1, 4)))
+
+
 def test_ids_of_all_shards_are_known_without_reading_their_tensors(tmp_path):
     assert read_ids(tmp_path / "absent") == set()
     write_shard(tmp_path, 0, examples(2), TAPS)

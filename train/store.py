@@ -77,7 +77,7 @@ def read_shard(path: Path, target_layer_ids: Sequence[int]) -> Iterator[Example]
     """Yields a shard's examples with the features of the wanted taps.
 
     Raises:
-        ValueError: If the shard lacks one of the taps.
+        ValueError: If the shard lacks one of the taps, or its features are not of so many.
     """
     with safe_open(str(path), "np") as f:
         metadata = f.metadata()
@@ -87,6 +87,8 @@ def read_shard(path: Path, target_layer_ids: Sequence[int]) -> Iterator[Example]
     if missing:
         raise ValueError(f"{path} holds taps {stored}, not {missing}")
     features = tensors["features"]
+    if features.shape[1] % max(len(stored), 1):
+        raise ValueError(f"{path}: features of width {features.shape[1]} are no {len(stored)} taps")
     if list(target_layer_ids) != stored:
         width = features.shape[1] // len(stored)
         columns = [np.arange(width) + stored.index(i) * width for i in target_layer_ids]

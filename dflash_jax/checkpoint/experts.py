@@ -55,6 +55,16 @@ def unstack(path: str, leaf: Any) -> Iterator[tuple[str, Any]]:
         yield path, leaf
 
 
+def split_stack(path: str, leaf: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors that make a leaf, under their paths: views of a stack's experts, or the leaf itself."""
+    stack = _STACK.fullmatch(path)
+    if not stack:
+        yield path, leaf
+        return
+    for e, matrix in enumerate(leaf):
+        yield f"{stack[1]}/{e}/{stack[2]}", matrix
+
+
 class Stacks:
     """Leaves under construction, each from its first expert to its last.
 

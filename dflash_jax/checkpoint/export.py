@@ -1,6 +1,10 @@
-"""Writes drafts in the flat (z-lab) Hugging Face dialect, which every known consumer reads."""
+"""Writes drafts and targets as Hugging Face folders, which other systems load."""
 
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,30 +12,213 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from dflash_jax import array_typing as at
-from dflash_jax.checkpoint import keys
+from dflash_jax.checkpoint import hf, keys
+from dflash_jax.checkpoint.experts import split_stack
 from dflash_jax.checkpoint.files import atomic_folder, write_json
-from dflash_jax.config import DraftConfig
+from dflash_jax.config import DraftConfig, TargetConfig, write_flat, write_nested, write_target
+
+Dialect = Literal["zlab", "speculators"]
+DIALECTS: tuple[Dialect, ...] = ("zlab", "speculators")
 
 
 def save_draft(
-    folder: str | Path, config: DraftConfig, params: at.Params, dtype: DTypeLike = jnp.bfloat16
+    folder: str | Path,
+    config: DraftConfig,
+    params: at.Params,
+    dtype: DTypeLike | None = jnp.bfloat16,
+    *,
+    dialect: Dialect = "zlab",
+    verifier: str | None = None,
 ) -> None:
     """Writes `config.json` and `model.safetensors`; the folder appears whole or not at all.
 
     Args:
         folder: Must not exist.
-        dtype: Of the tensors; published drafts are bfloat16.
+        dtype: Of the tensors; published drafts are bfloat16. None keeps each tensor's own.
+        dialect: "zlab", the flat one, which every known consumer reads, or "speculators".
+        verifier: For speculators: the target's hub id or folder.
 
     Raises:
-        ValueError: If the folder exists, or the parameters are not the config's.
-
-    Source: the format of dflash 0.1.0, with the keys that vLLM, SGLang and the TPU runtimes read.
+        ValueError: If the folder exists, the parameters are not the config's, or the dialect cannot
+            say all of the config.
     """
     keys.check_params(params, config, "the parameters to export")
-    tensors = {
-        keys.name_of(path): np.ascontiguousarray(np.asarray(leaf).astype(dtype, copy=False))
-        for path, leaf in keys.flatten(params).items()
-    }
+    written = draft_json(config, stored_dtype(params, dtype), dialect, verifier)
     with atomic_folder(folder) as temporary:
-        write_json(temporary / "config.json", {**config.to_hf(), "dtype": jnp.dtype(dtype).name})
-        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        write_json(temporary / "config.json", written)
+        _save_tensors(temporary, config, params, dtype)
+
+
+def save_target(
+    folder: str | Path,
+    config: TargetConfig,
+    params: at.Params,
+    dtype: DTypeLike | None = None,
+    *,
+    stop_token_ids: Sequence[int] = (),
+    pad_token_id: int | None = None,
+    tokenizer_files: Sequence[Path] = (),
+) -> None:
+    """Writes `config.json`, `generation_config.json`, `model.safetensors` and the tokenizer's files.
+
+    Args:
+        folder: Must not exist.
+        dtype: Of the tensors; None keeps each tensor's own.
+        tokenizer_files: Copied beside the parameters.
+
+    Raises:
+        ValueError: If the folder exists, the parameters are not the config's, or transformers' config
+            of the family cannot say all of it.
+    """
+    keys.check_params(params, config, "the parameters to export")
+    special = {"eos_token_id": _one_or_all(stop_token_ids), "pad_token_id": pad_token_id}
+    written = target_json(config, stored_dtype(params, dtype), stop_token_ids, pad_token_id)
+    with atomic_folder(folder) as temporary:
+        write_json(temporary / "config.json", written)
+        write_json(temporary / "generation_config.json", special)
+        for file in tokenizer_files:
+            shutil.copyfile(file, temporary / file.name)
+        _save_tensors(temporary, config, params, dtype)
+
+
+def _save_tensors(
+    folder: Path, config: TargetConfig | DraftConfig, params: at.Params, dtype: DTypeLike | None
+) -> None:
+    pairs = tensors(config, keys.flatten(params).items(), dtype)
+    save_file(dict(pairs), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def tensors(
+    config: TargetConfig | DraftConfig,
+    leaves: Iterable[tuple[str, Any]],
+    dtype: DTypeLike | None = None,
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (Hugging Face name, array) of a checkpoint's tensors, from one leaf after another.
+
+    Experts are unstacked, and a reduced vocabulary's `d2t` (int64) is followed by its `t2d`.
+
+    Args:
+        config: Whose leaves they are.
+        leaves: Pairs (path, array) as of `keys.flatten`; each may be read when it is asked for.
+        dtype: Of float tensors; None keeps each one's own.
+    """
+    prefix = "model." if isinstance(config, TargetConfig) else ""
+    for path, leaf in leaves:
+        if path == keys.OFFSETS:
+            offsets = np.asarray(leaf).astype(np.int64)
+            mask = np.zeros(config.vocab_size, bool)
+            mask[np.arange(len(offsets)) + offsets] = True
+            yield "d2t", offsets
+            yield "t2d", mask
+            continue
+        for part, value in split_stack(path, np.asarray(leaf)):
+            value = value if dtype is None else value.astype(dtype, copy=False)
+            yield keys.name_of(part, prefix), np.ascontiguousarray(value)
+
+
+def stored_dtype(params: at.Params, dtype: DTypeLike | None = None) -> str:
+    """The name of the dtype that float tensors are written in; the widest, where they differ."""
+    floats = {
+        leaf.dtype
+        for leaf in keys.flatten(params).values()
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    }
+    return jnp.result_type(*floats).name if dtype is None else jnp.dtype(dtype).name
+
+
+def draft_json(
+    config: DraftConfig, dtype: str, dialect: Dialect = "zlab", verifier: str | None = None
+) -> dict[str, Any]:
+    """A draft's whole `config.json`; see `save_draft`."""
+    if dialect not in DIALECTS:
+        raise ValueError(f"{dialect=} must be one of {DIALECTS}")
+    if dialect == "zlab" and verifier is not None:
+        raise ValueError(f"{verifier=} cannot be said in the flat dialect")
+    written = write_flat(config) if dialect == "zlab" else write_nested(config, verifier)
+    return {**written, "dtype": dtype, "torch_dtype": dtype}
+
+
+def target_json(
+    config: TargetConfig,
+    dtype: str,
+    stop_token_ids: Sequence[int] = (),
+    pad_token_id: int | None = None,
+) -> dict[str, Any]:
+    """A target's whole `config.json`; see `save_target`."""
+    special = {"eos_token_id": _one_or_all(stop_token_ids), "pad_token_id": pad_token_id}
+    return {**write_target(config), **special, "dtype": dtype, "torch_dtype": dtype}
+
+
+def _one_or_all(ids: Sequence[int]) -> int | list[int] | None:
+    return ids[0] if len(ids) == 1 else list(ids) or None
+
+
+# Keys that say one thing together: equal if the configs that are read from them agree in it.
+_SPELLINGS: tuple[tuple[frozenset[str], Callable[[Any], Any]], ...] = (
+    (
+        frozenset(("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings", "partial_rotary_factor")),
+        lambda c: c.rope,
+    ),
+    (
+        frozenset(("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "use_swa", "swa_window_size")),
+        lambda c: [c.window(i) for i in range(c.num_hidden_layers)],
+    ),
+    (
+        frozenset(("is_causal", "causal", "sliding_window_non_causal")),
+        lambda c: [c.causal(i) for i in range(c.num_hidden_layers)],
+    ),
+)  # fmt: skip
+# What a key that is not written stands for; transformers' own defaults.
+_ABSENT = {
+    "use_cache": True, "initializer_range": 0.02, "pretraining_tp": 1, "attention_bias": False, "mlp_bias": False,
+    "output_router_logits": False, "router_aux_loss_coef": 0.001, "sample_from_anchor": False,
+    "input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0, "use_swa": False,
+}  # fmt: skip
+_ALIASES = {"torch_dtype": "dtype", "num_local_experts": "num_experts"}
+# Objects whose keys are compared one by one; those of the first two mean the same at the top level.
+_MERGED = ("dflash_config", "text_config")
+_OBJECTS = (*_MERGED, "transformer_layer_config", "speculators_config", "verifier")
+
+
+def not_kept(raw: Mapping[str, Any], written: Mapping[str, Any]) -> list[str]:
+    """Names of the keys of a source's `config.json` that what is written for it lost or changed.
+
+    A null, and a default that is left out, are kept; so are RoPE, windows and causality in another
+    spelling.
+
+    Args:
+        raw: Of a checkpoint that was read.
+        written: `draft_json` or `target_json` of the same dialect.
+    """
+    old, new = _configs(raw, written)
+    found = {key: value for _, key, value in _entries(written)}
+
+    def kept(key: str, value: Any) -> bool:
+        bare = key.rpartition(".")[2]
+        for names, meaning in _SPELLINGS:
+            if bare in names:
+                return meaning(old) == meaning(new)
+        if key in found and bare == "eos_token_id":  # the generation config may have more
+            return set(np.atleast_1d(value)) <= set(np.atleast_1d(found[key]))
+        return found[key] == value if key in found else _ABSENT.get(bare) == value
+
+    return sorted(name for name, key, value in _entries(raw) if not kept(key, value))
+
+
+def _configs(raw: Mapping[str, Any], written: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Both as they are read; what the caller of the conversion gave stands in the written one."""
+    if not hf.is_draft(written):
+        return TargetConfig.from_hf(raw), TargetConfig.from_hf(written)
+    with warnings.catch_warnings(action="ignore"):  # the reader has told
+        new = DraftConfig.from_hf(written)
+        return DraftConfig.from_hf(raw, new.target_layer_ids), new
+
+
+def _entries(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """(name, the key that it is compared under, value) of all that is not null."""
+    for name, value in config.items():
+        if isinstance(value, Mapping) and name in _OBJECTS:
+            for inner, key, v in _entries(value):
+                yield f"{name}.{inner}", key if name in _MERGED else f"{name}.{key}", v
+        elif value is not None and not name.startswith("_"):
+            yield name, _ALIASES.get(name, name), value

@@ -1,4 +1,4 @@
-"""Reads Llama and Qwen3 targets from GGUF files, dequantised, with their tokenizer.
+"""Reads Llama, Qwen3 and Qwen3-MoE targets from GGUF files, dequantised, with their tokenizer.
 
 The header is parsed here: the gguf package's reader makes an object of every token and merge,
 which takes longer than reading the weights. The package's block formats are used as they are.
@@ -30,9 +30,21 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_FAMILIES = {"llama": "llama", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 _ROPE_TABLE = "rope_freqs.weight"  # llama3 scaling, as divisors
+# Keys that are understood at these values only.
+_FIXED = {
+    "expert_shared_count": (0,), "expert_weights_norm": (True,), "expert_weights_scale": (0.0, 1.0),
+    "expert_gating_func": (1,), "rope.scale_linear": (1.0,), "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,), "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+}  # fmt: skip
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # fmt: skip
 _STRING, _ARRAY = 8, 9
@@ -188,23 +200,24 @@ def read_config(path: Path) -> dict[str, Any]:
     file = _open(path)
     try:
         return _config(file)
-    except ValueError as e:
-        raise ValueError(f"{path}: {e}") from e
+    except (ValueError, TypeError, OverflowError) as e:
+        raise ValueError(f"{path}: {one_line(e)}") from e
 
 
 def _config(file: _File) -> dict[str, Any]:
     arch = file.get("general.architecture")
-    if arch not in ("llama", "qwen3"):
-        raise ValueError(f"architecture {arch!r} is not supported, only llama and qwen3")
+    if arch not in _FAMILIES:
+        raise ValueError(f"architecture {arch!r} is not supported, only {', '.join(_FAMILIES)}")
 
     def get(key: str, default: Any = None) -> Any:
         return file.metadata.get(f"{arch}.{key}", default)
 
+    for key, values in _FIXED.items():
+        if get(key, values[0]) not in values:
+            raise ValueError(f"{arch}.{key}={get(key)!r} is not supported, only {values[0]!r}")
+    if arch != "qwen3moe" and get("expert_count", 0):
+        raise ValueError(f"{get('expert_count')} experts: of mixtures, only qwen3moe is supported")
     names = {t.name for t in file.tensors}
-    if get("rope.scaling.type", "none") != "none" or _ROPE_TABLE in names:
-        raise ValueError("RoPE scaling in GGUF is not supported; use the Hugging Face checkpoint")
-    if get("expert_count", 0):
-        raise ValueError(f"{get('expert_count')} experts: mixtures are not supported in GGUF")
     width, heads = file.get(f"{arch}.embedding_length"), file.get(f"{arch}.attention.head_count")
     if not isinstance(heads, int) or heads < 1:
         raise ValueError(f"head_count={heads!r} must be one positive integer")
@@ -214,7 +227,7 @@ def _config(file: _File) -> dict[str, Any]:
     }:
         raise ValueError("keys, values and RoPE of different widths are not supported")
     return {
-        "model_type": arch,
+        "model_type": _FAMILIES[arch],
         "hidden_size": width,
         "intermediate_size": file.get(f"{arch}.feed_forward_length"),
         "num_hidden_layers": file.get(f"{arch}.block_count"),
@@ -223,16 +236,87 @@ def _config(file: _File) -> dict[str, Any]:
         "head_dim": head_dim,
         "vocab_size": len(file.get("tokenizer.ggml.tokens")),
         "max_position_embeddings": file.get(f"{arch}.context_length"),
-        # Stored in float32; the shortest decimal that gives it back is the original.
-        "rms_norm_eps": float(
-            str(np.float32(file.get(f"{arch}.attention.layer_norm_rms_epsilon")))
-        ),
-        "rope_theta": float(str(np.float32(get("rope.freq_base", 10000.0)))),
+        "rms_norm_eps": _decimal(file.get(f"{arch}.attention.layer_norm_rms_epsilon")),
+        "rope_parameters": _rope(file, arch, head_dim),
         "attention_bias": "blk.0.attn_q.bias" in names,
         "tie_word_embeddings": "output.weight" not in names,
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "pad_token_id": file.metadata.get("tokenizer.ggml.padding_token_id"),
+        **(_mixture(file, arch) if arch == "qwen3moe" else {}),
     }
+
+
+def _decimal(value: float) -> float:
+    """A number that is stored in float32: the shortest decimal that gives it back is the original."""
+    return float(str(np.float32(value)))
+
+
+def _mixture(file: _File, arch: str) -> dict[str, Any]:
+    return {
+        "num_experts": file.get(f"{arch}.expert_count"),
+        "num_experts_per_tok": file.get(f"{arch}.expert_used_count"),
+        "moe_intermediate_size": file.get(f"{arch}.expert_feed_forward_length"),
+        "norm_topk_prob": True,  # llama.cpp knows no other for this architecture
+    }
+
+
+def _rope(file: _File, arch: str, head_dim: int) -> dict[str, Any]:
+    """`rope_parameters`; linear and yarn scaling from the metadata, llama3's from its table."""
+
+    def get(key: str, default: Any = None) -> Any:
+        return file.metadata.get(f"{arch}.rope.{key}", default)
+
+    kind, theta = get("scaling.type", "none"), _decimal(get("freq_base", 10000.0))
+    plain = {"rope_type": "default", "rope_theta": theta}
+    context = file.get(f"{arch}.context_length")
+    trained = get("scaling.original_context_length", context)
+    table = [t for t in file.tensors if t.name == _ROPE_TABLE]
+    if table and kind == "none":
+        originals = dict.fromkeys((trained, 8192, context))
+        return plain | _llama3(_load(file, table[0]).ravel(), theta, head_dim, list(originals))
+    if table or kind not in ("none", "linear", "yarn"):
+        raise ValueError(
+            f"{arch}.rope.scaling.type={kind!r}{' with a table' if table else ''} is not supported, "
+            "only none, linear and yarn"
+        )
+    if kind == "none":
+        return plain
+    scaled = plain | {"rope_type": kind, "factor": _decimal(file.get(f"{arch}.rope.scaling.factor"))}  # fmt: skip
+    if kind == "linear":
+        return scaled
+    return scaled | {
+        "original_max_position_embeddings": trained,
+        "beta_fast": _decimal(get("scaling.yarn_beta_fast", 32.0)),
+        "beta_slow": _decimal(get("scaling.yarn_beta_slow", 1.0)),
+    }
+
+
+def _llama3(table: np.ndarray, theta: float, head_dim: int, originals: list[int]) -> dict[str, Any]:
+    """The scaling whose divisors are `table`, for one of the original lengths that come into question.
+
+    Raises:
+        ValueError: If none gives the table to float32 precision.
+
+    Source: llama.cpp's converter, which writes 1 for fast dimensions, the factor for slow ones, and
+    the blend of transformers' `_compute_llama3_parameters` between.
+    """
+    factor = _decimal(float(table.max()))
+    if not (table >= 1).all() or not math.isfinite(factor) or not theta > 0:
+        raise ValueError(f"{_ROPE_TABLE} holds divisors below 1, or not finite")
+    frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    for original in originals:
+        # Of the published models: low_freq_factor 1, high_freq_factor 4.
+        blend = np.clip((original * frequency / (2 * math.pi) - 1) / (4 - 1), 0, 1)
+        divisors = 1 / ((1 - blend) / factor + blend)
+        if table.shape == divisors.shape and np.allclose(table, divisors, rtol=1e-5, atol=0):
+            return {
+                "rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original,
+                "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            }  # fmt: skip
+    raise ValueError(
+        f"the divisors in {_ROPE_TABLE} are not llama3's for factor {factor} and an original length of "
+        f"{' or '.join(map(str, originals))}; use the Hugging Face checkpoint"
+    )
 
 
 def read_stop_token_ids(path: Path) -> tuple[int, ...]:
@@ -255,6 +339,8 @@ def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     file, config = _open(path), read_config(path)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for tensor in file.tensors:
+        if tensor.name == _ROPE_TABLE:  # part of the config
+            continue
         stem, _, suffix = tensor.name.rpartition(".")
         name, part = _TOP.get(stem), None
         if stem.startswith("blk.") and stem.count(".") == 2:
@@ -267,7 +353,11 @@ def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         # gguf's own answer to a format that it cannot dequantise is NotImplementedError.
         except (ValueError, KeyError, NotImplementedError) as e:
             raise ValueError(f"{path}: tensor {tensor.name!r} cannot be read: {one_line(e)}") from e
-        yield f"{name or stem}.{suffix}", value  # `assemble` reports names that it does not know
+        name = f"{name or stem}.{suffix}"  # `assemble` reports names that it does not know
+        if "{}" in name:
+            yield from ((name.format(e), matrix) for e, matrix in enumerate(value))
+        else:
+            yield name, value
 
 
 def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:

@@ -26,7 +26,7 @@ from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.models.transformer import Transformer
 
 _EMBEDDING, _HEAD = "embed_tokens/weight", "lm_head/weight"
-_OFFSETS = "d2t"  # the one leaf of integers
+OFFSETS = "d2t"  # the one leaf of integers
 _BUFFER = "rotary_emb.inv_freq"  # follows from the config
 _FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 
@@ -151,7 +151,7 @@ def stream(
     for name, value in split_fused(tensors):
         path = path_of(name)
         if not name.endswith(_BUFFER) and audit.accepts(name, path, value):
-            kept = np.int32 if path == _OFFSETS else value.dtype if dtype is None else dtype
+            kept = np.int32 if path == OFFSETS else value.dtype if dtype is None else dtype
             whole = stacks.add(path, value.astype(kept, copy=False))
             if whole is not None and not audit.problems:
                 yield whole
@@ -194,7 +194,7 @@ def stream_draft(
 
     ids = np.empty(0, int)
     for path, leaf in stream(others(), expected_shapes(config), source, dtype):
-        if path == _OFFSETS:
+        if path == OFFSETS:
             ids = _target_ids(leaf, config, source)
         yield path, leaf
         del leaf
@@ -237,7 +237,7 @@ def checked(
     """Yields the pairs (path, leaf) as they are; raises `stream`'s ValueError if they are not `config`'s."""
     audit = _Audit(expected_shapes(config))
     for path, leaf in leaves:
-        if audit.accepts(path, path, leaf) and path == _OFFSETS and isinstance(config, DraftConfig):
+        if audit.accepts(path, path, leaf) and path == OFFSETS and isinstance(config, DraftConfig):
             _target_ids(leaf, config, source)
         if not audit.problems:
             yield path, leaf
@@ -281,7 +281,7 @@ class _Audit:
                 return False
         if not self.fits(name, path, value.shape):
             return False
-        fault = _integer_fault(value) if path == _OFFSETS else _fault(value)
+        fault = _integer_fault(value) if path == OFFSETS else _fault(value)
         if fault:
             self.problems.append(f"{name} {list(value.shape)} {fault}")
         return not fault
@@ -310,7 +310,13 @@ class _Audit:
         if self.problems:
             raise ValueError(
                 f"{source}: {len(self.problems)} tensors at fault: {'; '.join(self.problems)}"
+                + (self.available() if absent else "")
             )
+
+    def available(self) -> str:
+        """The names that were taken, those of layers aside: what is missing may go by another name."""
+        others = sorted(name for name in self.seen.values() if "layers" not in name)
+        return f"; outside its layers there are {', '.join(others) or 'no tensors'}"
 
 
 def _fault(value: Any) -> str | None:

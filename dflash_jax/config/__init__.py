@@ -1,7 +1,8 @@
 """What a target, a draft, its head and their RoPE are: frozen, hashable values, checked when built.
 
 `from_hf` takes a parsed Hugging Face `config.json`, in the transformers 4 or 5 form, and refuses
-every key that it neither uses nor knows to be harmless.
+every key that it neither uses nor knows to be harmless; `write_flat`, `write_nested` and
+`write_target` give one back.
 """
 
 from dflash_jax.config.draft import (
@@ -14,6 +15,7 @@ from dflash_jax.config.heads import DFlash2, Domino, DSpark, Head
 from dflash_jax.config.moe import MoeConfig
 from dflash_jax.config.rope import RopeConfig
 from dflash_jax.config.transformer import TargetConfig, TransformerConfig
+from dflash_jax.config.writers import write_flat, write_nested, write_target
 
 __all__ = [
     "DFlash2",
@@ -28,4 +30,7 @@ __all__ = [
     "WindowRule",
     "build_target_layer_ids",
     "check_target_layer_ids",
+    "write_flat",
+    "write_nested",
+    "write_target",
 ]

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 from dflash_jax.config.dialects import is_nested, read_flat, read_nested
 from dflash_jax.config.heads import DFlash2, Domino, Head
-from dflash_jax.config.rope import RopeConfig
 from dflash_jax.config.transformer import TransformerConfig, require_integer
 
 WindowRule = Literal["zlab", "nemo", "specforge", "speculators"]
@@ -137,72 +136,6 @@ class DraftConfig(TransformerConfig):
         fields |= {"target_layer_ids": tuple(ids), "num_target_layers": depth}
         given = {"window_rule": window_rule, "sample_from_anchor": sample_from_anchor}
         return cls(**fields | {k: v for k, v in given.items() if v is not None})
-
-    def to_hf(self) -> dict[str, Any]:
-        """The flat dialect's `config.json` that every known consumer reads (block size and RoPE in both places).
-
-        Raises:
-            ValueError: For what this dialect cannot say, all of it named.
-        """
-        _check_flat(self)
-        scaling = {
-            f.name: getattr(self.rope, f.name)
-            for f in dataclasses.fields(self.rope)
-            if f.name != "theta"
-        }
-        default = RopeConfig(theta=self.rope.theta)
-        scaling = {k: v for k, v in scaling.items() if k == "rope_type" or v != getattr(default, k)}
-        shape = {f.name: getattr(self, f.name) for f in dataclasses.fields(TransformerConfig)}
-        for name in ("rope", "qk_norm", "mlp_bias"):
-            del shape[name]
-        slides = "sliding_attention" in self.layer_types
-        is_dflash2 = isinstance(self.head, DFlash2)
-        return {
-            **shape, "model_type": "qwen3", "hidden_act": "silu",
-            "architectures": ["DFlash2DraftModel" if is_dflash2 else "DFlashDraftModel"],
-            "layer_types": list(self.layer_types), "use_sliding_window": slides, "is_causal": self.is_causal,
-            "max_window_layers": self.num_hidden_layers, "attention_dropout": 0.0, "tie_word_embeddings": False,
-            "rope_theta": self.rope.theta, "rope_scaling": None if self.rope == default else scaling,
-            "rope_parameters": {"rope_theta": self.rope.theta, **scaling},
-            "num_target_layers": self.num_target_layers, "block_size": self.block_size,
-            "dflash_config": _flat_inner(self),
-        }  # fmt: skip
-
-
-def _check_flat(c: DraftConfig) -> None:
-    """Raises `DraftConfig.to_hf`'s error."""
-    window = c.sliding_window or 0
-    # NeMo's and SpecForge's windows differ from z-lab's only inside blocks longer than the window.
-    as_zlab = c.window_rule == "zlab" or (c.window_rule != "speculators" and window >= c.block_size)
-    problems = [
-        f"{name}={getattr(c, name)!r}"
-        for name, fits in (
-            ("last_tap", c.last_tap == "post_norm"),
-            ("window_rule", as_zlab or "sliding_attention" not in c.layer_types),
-            ("sample_from_anchor", not c.sample_from_anchor),
-            ("draft_vocab_size", c.draft_vocab_size is None),
-            ("own_head", not c.own_head),
-            ("own_embedding", not c.own_embedding),
-            ("head", c.head is None or isinstance(c.head, DFlash2 | Domino)),
-            ("num_target_layers", c.num_target_layers is not None),
-        )
-        if not fits
-    ]
-    if problems:
-        raise ValueError(f"{', '.join(problems)} cannot be said in the flat dialect")
-
-
-def _flat_inner(c: DraftConfig) -> dict[str, Any]:
-    """`dflash_config`; knobs that are off are left out."""
-    inner: dict[str, Any] = {
-        "block_size": c.block_size, "mask_token_id": c.mask_token_id,
-        "target_layer_ids": list(c.target_layer_ids),
-    }  # fmt: skip
-    inner |= {"causal": True} if c.is_causal else {}
-    knobs = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
-    inner |= {k: getattr(c, k) for k in knobs if getattr(c, k) not in (None, 1.0)}
-    inner |= {"projector_type": "domino"} if isinstance(c.head, Domino) else {}
-    return inner | ({} if c.head is None else dataclasses.asdict(c.head))
 
 
 def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from dflash_jax.config.moe import MOE_KEYS, MoeConfig
 from dflash_jax.config.rope import RopeConfig
+from dflash_jax.config.wrappers import text_config
 
 # Keys that say nothing about the forward pass, at any value.
 _HARMLESS = """
@@ -118,12 +119,13 @@ class TargetConfig(TransformerConfig):
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "TargetConfig":
-        """Reads a Hugging Face `config.json`.
+        """Reads a Hugging Face `config.json`; of a multimodal one, the text model's part.
 
         Raises:
             ValueError: For another architecture, or a key that is missing, unknown or out of bounds.
         """
         _refuse_recurrent(config)
+        config = text_config(config)
         model_type = config.get("model_type")
         if model_type not in _QK_NORM:
             raise ValueError(
