@@ -13,7 +13,13 @@ from jax.typing import DTypeLike
 from dflash_jax import array_typing as at
 from dflash_jax.checkpoint import gguf, hf, keys, orbax
 from dflash_jax.checkpoint.files import one_line
-from dflash_jax.config import DraftConfig, TargetConfig, WindowRule, build_target_layer_ids
+from dflash_jax.config import (
+    DraftConfig,
+    TargetConfig,
+    WindowRule,
+    build_target_layer_ids,
+    mismatches,
+)
 
 EMBEDDED_DRAFT = Path(__file__).parent / "data" / "smollm2-draft"
 TargetLayerIds = Sequence[int] | Literal["default"] | None
@@ -160,35 +166,11 @@ def check_pair(
     Raises:
         ValueError: One for all differences, naming both sides.
     """
-    sides = (
-        ("hidden_size", draft.hidden_size, "hidden_size", target.hidden_size),
-        ("vocab_size", draft.vocab_size, "vocab_size", target.vocab_size),
-        ("num_target_layers", draft.num_target_layers, "num_hidden_layers", target.num_hidden_layers),
-    )  # fmt: skip
-    problems = [
-        f"the draft's {name}={mine} is not the target's {other}={theirs}"
-        for name, mine, other, theirs in sides
-        if mine not in (None, theirs)
-    ]
-    outside = [i for i in draft.target_layer_ids if i >= target.num_hidden_layers]
-    if outside:
-        problems.append(
-            f"the draft's target_layer_ids {outside} are not below the target's "
-            f"num_hidden_layers={target.num_hidden_layers}"
+    found = mismatches(target, stop_token_ids, draft, pad_token_id)
+    if found:
+        raise ValueError(
+            f"the draft does not fit the target: {'; '.join(said for _, said in found)}"
         )
-    mask = draft.mask_token_id
-    if not mask < target.vocab_size:
-        problems.append(
-            f"the draft's mask_token_id={mask} is no row of the target's vocab_size={target.vocab_size}"
-        )
-    if mask in stop_token_ids:
-        problems.append(
-            f"the draft's mask_token_id={mask} is one of the target's stop ids {list(stop_token_ids)}"
-        )
-    if mask == pad_token_id:
-        problems.append(f"the draft's mask_token_id={mask} is the target's pad_token_id")
-    if problems:
-        raise ValueError(f"the draft does not fit the target: {'; '.join(problems)}")
 
 
 def read_target(path: Path, dtype: DTypeLike | None = None) -> Target:
@@ -273,7 +255,7 @@ def read_draft(path: Path, config: DraftConfig, dtype: DTypeLike | None = None) 
     """
     if orbax.is_checkpoint(path):
         return Draft(config, orbax.load_params(path, config, dtype), path)
-    config = keys.own_tensors(config, hf.read_names(path))
+    config = keys.own_tensors(config, (info.name for info in hf.read_infos(path)))
     return Draft(config, keys.assemble_draft(hf.read_tensors(path), config, path, dtype), path)
 
 

@@ -7,7 +7,23 @@ import shutil
 import uuid
 from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class TensorInfo(NamedTuple):
+    """A tensor without its values.
+
+    Attributes:
+        name: In the checkpoint.
+        dtype: As numpy spells it ("bfloat16"), or a GGUF block format ("Q8_0").
+        shape: As numpy has it.
+        nbytes: In the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -27,6 +43,18 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def token_ids(ids: Any, source: object = "the config") -> tuple[int, ...]:
+    """Stop ids, as a file has them.
+
+    Raises:
+        ValueError: If they are not a list of ids.
+    """
+    known = isinstance(ids, list) and all(type(i) is int and 0 <= i < 2**31 for i in ids)
+    if not known:
+        raise ValueError(f"{source}: eos_token_id={ids!r} must be token ids")
+    return tuple(ids)
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

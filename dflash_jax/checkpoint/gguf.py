@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.checkpoint.files import one_line
+from dflash_jax.checkpoint.files import TensorInfo, one_line, token_ids
 
 # GGUF's tensor names under Hugging Face's.
 _LAYER = {
@@ -110,7 +110,7 @@ def _open(path: Path) -> _File:
         return _parse(path, stat.st_mtime_ns, stat.st_size)
     except KeyError as e:
         raise ValueError(f"{path} is not a readable GGUF file: unknown value type {e}") from e
-    except (OSError, ValueError, struct.error, OverflowError, MemoryError) as e:
+    except (OSError, ValueError, TypeError, struct.error, OverflowError, MemoryError) as e:
         raise ValueError(f"{path} is not a readable GGUF file: {one_line(e)}") from e
 
 
@@ -129,6 +129,8 @@ def _parse(path: Path, mtime: int, size: int) -> _File:
     metadata = {}
     for _ in range(entries):
         key = cursor.string()
+        if key in metadata:
+            raise ValueError(f"the metadata has {key!r} twice")
         metadata[key] = cursor.value()
     tensors = []
     for _ in range(tensor_count):
@@ -137,17 +139,42 @@ def _parse(path: Path, mtime: int, size: int) -> _File:
         kind, offset = cursor.one("I"), cursor.one("Q")
         tensors.append(_Tensor(name, shape, kind, offset))
     alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 0 < alignment < 2**16:
+        raise ValueError(f"general.alignment={alignment!r} is not in [1, {2**16})")
     start = -(-cursor.at // alignment) * alignment
     if start > size:
         raise ValueError(f"it ends at byte {size}, before its tensors")
+    _check_places(tensors, size - start, alignment)
     return _File(metadata, tuple(tensors), np.frombuffer(buffer, np.uint8, offset=start))
 
 
-def _load(file: _File, tensor: _Tensor) -> np.ndarray:
-    """A tensor's values in float32.
+def _check_places(tensors: list[_Tensor], size: int, alignment: int) -> None:
+    """Raises ValueError unless the tensors fill the file, one after another, as every writer leaves them.
+
+    Otherwise a wrong offset or format would be read as another tensor's values.
+    """
+    end = 0
+    for t in tensors:
+        if t.offset != end:
+            raise ValueError(f"tensor {t.name!r} starts at {t.offset}, not at {end}")
+        stop = end + _nbytes(t)
+        end = -(-stop // alignment) * alignment
+        if stop > size:
+            raise ValueError(f"tensor {t.name!r} ends {stop - size} bytes past the end of the file")
+    if end < size:
+        raise ValueError(f"its tensors end {size - end} bytes before the file does")
+
+
+def _nbytes(tensor: _Tensor) -> int:
+    block, size = _kind(tensor)[1:]
+    return math.prod(tensor.shape) // block * size
+
+
+def _kind(tensor: _Tensor) -> tuple[Any, int, int]:
+    """A tensor's block format, with a block's values and bytes.
 
     Raises:
-        ValueError: If the file is too short for it, or its block format is unknown.
+        ValueError: If the format is unknown, or the tensor no whole number of blocks.
     """
     try:
         import gguf
@@ -155,12 +182,21 @@ def _load(file: _File, tensor: _Tensor) -> np.ndarray:
         raise ValueError("reading GGUF needs the gguf package: pip install gguf") from e
     kind = gguf.GGMLQuantizationType(tensor.kind)
     block, size = gguf.GGML_QUANT_SIZES[kind]
-    count = math.prod(tensor.shape)
     if not tensor.shape or tensor.shape[-1] % block:
         raise ValueError(f"shape {list(tensor.shape)} is no whole number of {kind.name} blocks")
-    end = tensor.offset + count // block * size
-    if end > len(file.data):
-        raise ValueError(f"it ends {end - len(file.data)} bytes past the end of the file")
+    return kind, block, size
+
+
+def _load(file: _File, tensor: _Tensor) -> np.ndarray:
+    """A tensor's values in float32.
+
+    Raises:
+        ValueError: If its block format cannot be read.
+    """
+    import gguf
+
+    kind = _kind(tensor)[0]
+    end = tensor.offset + _nbytes(tensor)
     rows = file.data[tensor.offset : end].reshape(*tensor.shape[:-1], -1)
     if kind == gguf.GGMLQuantizationType.F32:
         return rows.view(np.float32).copy()  # a view would follow later changes of the file
@@ -179,8 +215,8 @@ def read_config(path: Path) -> dict[str, Any]:
     file = _open(path)
     try:
         return _config(file)
-    except ValueError as e:
-        raise ValueError(f"{path}: {e}") from e
+    except (ValueError, TypeError, OverflowError) as e:  # a value of another type than its key's
+        raise ValueError(f"{path}: {one_line(e)}") from e
 
 
 def _config(file: _File) -> dict[str, Any]:
@@ -234,7 +270,17 @@ def read_stop_token_ids(path: Path) -> tuple[int, ...]:
     """
     metadata = _open(path).metadata
     ids = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
-    return tuple(dict.fromkeys(i for i in ids if i is not None))
+    return token_ids(list(dict.fromkeys(i for i in ids if i is not None)), path)
+
+
+def read_infos(path: Path) -> Iterator[TensorInfo]:
+    """Yields the file's tensors, under their Hugging Face names, without their values.
+
+    Raises:
+        ValueError: For an unreadable file.
+    """
+    for tensor in _open(path).tensors:
+        yield TensorInfo(_hf_name(tensor)[0], _kind(tensor)[0].name, tensor.shape, _nbytes(tensor))
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -246,11 +292,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     file, config = _open(path), read_config(path)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for tensor in file.tensors:
-        stem, _, suffix = tensor.name.rpartition(".")
-        name, part = _TOP.get(stem), None
-        if stem.startswith("blk.") and stem.count(".") == 2:
-            _, layer, part = stem.split(".")
-            name = f"model.layers.{layer}.{_LAYER[part]}" if part in _LAYER else None
+        name, part = _hf_name(tensor)
         try:
             value = _load(file, tensor)
             if config["model_type"] == "llama" and part in heads:
@@ -258,7 +300,17 @@ def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         # gguf's own answer to a format that it cannot dequantise is NotImplementedError.
         except (ValueError, KeyError, NotImplementedError) as e:
             raise ValueError(f"{path}: tensor {tensor.name!r} cannot be read: {one_line(e)}") from e
-        yield f"{name or stem}.{suffix}", value  # `assemble` reports names that it does not know
+        yield name, value
+
+
+def _hf_name(tensor: _Tensor) -> tuple[str, str | None]:
+    """A tensor's Hugging Face name, or its own if unknown, for `assemble` to report; and its part of a layer."""
+    stem, _, suffix = tensor.name.rpartition(".")
+    if not stem.startswith("blk.") or stem.count(".") != 2:
+        return f"{_TOP.get(stem, stem)}.{suffix}", None
+    _, layer, part = stem.split(".")
+    known = f"model.layers.{layer}.{_LAYER[part]}" if part in _LAYER else stem
+    return f"{known}.{suffix}", part
 
 
 def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:

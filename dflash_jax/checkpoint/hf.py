@@ -1,6 +1,7 @@
 """Hugging Face checkpoints: folders and hub ids, read without torch."""
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,11 +11,14 @@ import ml_dtypes  # noqa: F401  safetensors' numpy front end reads bfloat16 only
 import numpy as np
 import safetensors
 
-from dflash_jax.checkpoint.files import one_line, read_json
+from dflash_jax.checkpoint.files import TensorInfo, one_line, read_json, token_ids
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.(.*)")
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "BOOL": "bool"} | {
+    f"{k}{n}": f"{'u' * (k == 'U')}int{n}" for k in "IU" for n in (8, 16, 32, 64)
+}  # fmt: skip
 _TOKENIZER_FILES = ("tokenizer*", "*.model", "*.jinja", "vocab.*", "merges.txt",
                     "special_tokens_map.json", "added_tokens.json")  # fmt: skip
 
@@ -80,37 +84,48 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
     Raises:
         ValueError: If a file is missing, truncated or corrupt, or the index and the shards disagree.
     """
-    if (folder / _WEIGHTS).is_file():
-        yield from _read_file(folder / _WEIGHTS)
-        return
-    if not (folder / _INDEX).is_file():
-        raise ValueError(f"{folder} has neither {_WEIGHTS} nor {_INDEX}")
-    shards = _read_index(folder / _INDEX)
-    for shard, names in shards.items():
-        if not (folder / shard).is_file():
-            raise ValueError(f"{folder / _INDEX} names the shard {shard}, which is missing")
+    for path, names in _files(folder):
         found = set()
-        for name, value in _read_file(folder / shard):
+        for name, value in _read_file(path):
             found.add(name)
             yield name, value
-        if found != names:
-            raise ValueError(
-                f"{folder / shard} and its index disagree about {sorted(found ^ names)}"
-            )
+        _check_index(path, found, names)
 
 
-def read_names(folder: Path) -> frozenset[str]:
-    """Names of the folder's tensors, without their values.
+def read_infos(folder: Path) -> Iterator[TensorInfo]:
+    """Yields the folder's tensors without their values.
 
     Raises:
         ValueError: As `read_tensors`.
     """
-    if (folder / _WEIGHTS).is_file():
+    for path, told in _files(folder):
         with contextlib.ExitStack() as stack:
-            return frozenset(_open(stack, folder / _WEIGHTS)[1])
+            file, names = _open(stack, path)
+            _check_index(path, set(names), told)
+            for name in names:
+                part = file.get_slice(name)
+                shape, code = tuple(part.get_shape()), part.get_dtype()
+                bits = int("".join(filter(str.isdigit, code.split("_")[0])) or 8)  # BOOL has a byte
+                nbytes = math.prod(shape) * bits // 8
+                yield TensorInfo(name, _DTYPES.get(code, code), shape, nbytes)
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
+    """The folder's weight files, and which names the index says are in each."""
+    if (folder / _WEIGHTS).is_file():
+        yield folder / _WEIGHTS, None
+        return
     if not (folder / _INDEX).is_file():
         raise ValueError(f"{folder} has neither {_WEIGHTS} nor {_INDEX}")
-    return frozenset().union(*_read_index(folder / _INDEX).values())
+    for shard, names in _read_index(folder / _INDEX).items():
+        if not (folder / shard).is_file():
+            raise ValueError(f"{folder / _INDEX} names the shard {shard}, which is missing")
+        yield folder / shard, names
+
+
+def _check_index(path: Path, found: set[str], told: set[str] | None) -> None:
+    if told is not None and found != told:
+        raise ValueError(f"{path} and its index disagree about {sorted(found ^ told)}")
 
 
 def _read_index(path: Path) -> dict[str, set[str]]:
@@ -161,10 +176,7 @@ def read_stop_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, .
     path = folder / "generation_config.json"
     ids = read_json(path).get("eos_token_id") if path.is_file() else None
     ids = config.get("eos_token_id") if ids is None else ids
-    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
-        raise ValueError(f"{folder}: eos_token_id={ids!r} must be token ids")
-    return tuple(ids)
+    return token_ids([] if ids is None else ids if isinstance(ids, list) else [ids], folder)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

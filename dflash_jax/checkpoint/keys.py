@@ -10,7 +10,7 @@ import hashlib
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,10 @@ from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.models.transformer import Transformer
 
 _EMBEDDING, _HEAD = "embed_tokens/weight", "lm_head/weight"
-_OFFSETS = "d2t"  # the one leaf of integers
+_OFFSETS, _MASK = (
+    "d2t",
+    "t2d",
+)  # a reduced vocabulary's: the one leaf of integers; the same as booleans
 _BUFFER = "rotary_emb.inv_freq"  # follows from the config
 _FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 
@@ -66,32 +69,41 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+class Fault(NamedTuple):
+    """One thing that is wrong with a checkpoint's tensors.
+
+    Attributes:
+        kind: "unknown", "missing", "misshapen", "duplicated", "values", "tied" or "vocabulary".
+        name: The tensor's name in the checkpoint.
+        said: One line for people.
+    """
+
+    kind: str
+    name: str
+    said: str
+
+
 @functools.lru_cache(maxsize=8)
 def expected_shapes(config: TargetConfig | DraftConfig) -> Mapping[str, tuple[int, ...]]:
     """The shape of every parameter by path, without allocating any."""
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
     if isinstance(config, DraftConfig):
-        x = jnp.zeros((config.hidden_size, 1, config.block_size))
-        context = jnp.zeros(
-            (len(config.target_layer_ids) * config.hidden_size, 1, config.block_size)
-        )
-        anchors = jnp.zeros((1, 1), jnp.int32)
-        draft = DFlashDraftModel(config)
-        tree = jax.eval_shape(
-            lambda k: draft.init(k, x, context, anchors, method="every_parameter")["params"], key
-        )
+        width, Q = config.hidden_size, min(config.block_size, 2)  # no shape depends on it
+        x = jax.ShapeDtypeStruct((width, 1, Q), jnp.float32)
+        context = jax.ShapeDtypeStruct((len(config.target_layer_ids) * width, 1, Q), jnp.float32)
+        anchors = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        init = functools.partial(DFlashDraftModel(config).init, method="every_parameter")
+        tree = jax.eval_shape(init, key, x, context, anchors)["params"]
     else:
-        heads, width = config.num_key_value_heads, config.head_dim
-        cache = KVCache.zeros(config.num_hidden_layers, 1, heads, 1, width, jnp.float32)
-        tokens = jnp.zeros((1, 1), jnp.int32)
-        target = Transformer(config)
 
-        def every_parameter(module, tokens, cache):
+        def every_parameter(module, tokens):
+            c = config
+            cache = KVCache.zeros(c.num_hidden_layers, 1, c.num_key_value_heads, 1, c.head_dim, jnp.float32)  # fmt: skip
             return module.logits(module(tokens, cache)[0])
 
-        tree = jax.eval_shape(
-            lambda k: target.init(k, tokens, cache, method=every_parameter)["params"], key
-        )
+        tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        init = functools.partial(Transformer(config).init, method=every_parameter)
+        tree = jax.eval_shape(init, key, tokens)["params"]
     return types.MappingProxyType({path: leaf.shape for path, leaf in flatten(tree).items()})
 
 
@@ -117,7 +129,7 @@ def assemble(
             floats, hold NaN or infinities, or are matrices of zeros.
     """
     shapes, stacks = tensor_shapes(expected), Stacks(expected)
-    audit = _Audit(shapes, tied=_EMBEDDING in expected and _HEAD not in expected)
+    audit = _Audit(shapes, tied=_is_tied(expected))
     leaves = {}
     for name, value in split_fused(tensors):
         path = path_of(name)
@@ -126,8 +138,7 @@ def assemble(
             whole = stacks.add(path, value.astype(kept, copy=False))
             if whole is not None:
                 leaves[whole[0]] = jnp.asarray(whole[1])
-    prefix = "" if "fc/weight" in expected else "model."
-    audit.finish(source, lambda path: name_of(path, prefix))
+    _refuse(source, audit.finish(lambda path: name_of(path, prefix_of(expected))))
     return nest({path: leaves[path] for path in expected})
 
 
@@ -146,35 +157,60 @@ def assemble_draft(
 
     def others():
         for name, value in tensors:
-            if config.draft_vocab_size is not None and path_of(name) == "t2d":
+            if config.draft_vocab_size is not None and path_of(name) == _MASK:
                 masks.append(value)
             else:
                 yield name, value
 
     params = assemble(others(), expected_shapes(config), source, dtype)
-    _check_vocabulary(params, config, source)
-    if masks:
-        told = np.flatnonzero(masks[0])
-        if masks[0].shape != (config.vocab_size,) or not np.array_equal(told, _target_ids(params)):
-            raise ValueError(f"{source}: t2d and d2t name different ids")
+    if config.draft_vocab_size is not None:
+        offsets = np.asarray(params[_OFFSETS])
+        _refuse(source, vocabulary_faults(config, offsets, *masks))
     return params
 
 
-def _target_ids(params: at.Params) -> np.ndarray:
-    """The target's id of each row of a reduced vocabulary's head."""
-    offsets = np.asarray(params[_OFFSETS])
-    return np.arange(len(offsets)) + offsets
+def find_faults(
+    tensors: Iterable[tuple[str, np.ndarray]],
+    config: TargetConfig | DraftConfig,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> list[Fault]:
+    """What `assemble` or `assemble_draft` refuses, one tensor held at a time.
+
+    Args:
+        shapes: Of the tensors by path, where they are not a Hugging Face checkpoint's.
+    """
+    expected = expected_shapes(config)
+    audit = _Audit(tensor_shapes(expected) if shapes is None else shapes, tied=_is_tied(expected))
+    ids: dict[str, np.ndarray] = {}
+    for name, value in split_fused(tensors):
+        path = path_of(name)
+        if path in (_OFFSETS, _MASK):
+            ids[path] = value
+        if not name.endswith(_BUFFER) and not (path == _MASK and _OFFSETS in expected):
+            audit.accepts(name, path, value)
+    faults = audit.finish(lambda path: name_of(path, prefix_of(expected)))
+    if isinstance(config, DraftConfig) and _OFFSETS in ids and _OFFSETS in expected and not faults:
+        masks = [ids[_MASK]] if _MASK in ids else []
+        faults = vocabulary_faults(config, ids[_OFFSETS], *masks)
+    return faults
 
 
-def _check_vocabulary(
-    params: at.Params, config: TargetConfig | DraftConfig, source: object
-) -> None:
-    """Raises ValueError unless `d2t`, if there is one, names ascending ids of the target."""
-    if not isinstance(config, DraftConfig) or config.draft_vocab_size is None:
-        return
-    ids = _target_ids(params)
+def vocabulary_faults(
+    config: DraftConfig, offsets: np.ndarray, mask: np.ndarray | None = None
+) -> list[Fault]:
+    """What is wrong with a reduced vocabulary's `d2t` (`offsets`), and with its `t2d` (`mask`) if given.
+
+    Row i of the draft's head is for the target's id `i + d2t[i]`.
+    """
+    ids = np.arange(len(offsets)) + offsets.astype(np.int64)
     if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= config.vocab_size:
-        raise ValueError(f"{source}: i + d2t[i] must be ascending ids in [0, {config.vocab_size})")
+        said = f"i + d2t[i] must be ascending ids in [0, {config.vocab_size})"
+        return [Fault("vocabulary", _OFFSETS, said)]
+    if mask is not None and (
+        mask.shape != (config.vocab_size,) or not np.array_equal(np.flatnonzero(mask), ids)
+    ):
+        return [Fault("vocabulary", _MASK, "t2d and d2t name different ids")]
+    return []
 
 
 def own_tensors(config: DraftConfig, names: Iterable[str]) -> DraftConfig:
@@ -191,8 +227,9 @@ def check_params(params: at.Params, config: TargetConfig | DraftConfig, source: 
     audit = _Audit(expected_shapes(config))
     for path, value in flatten(params).items():
         audit.accepts(path, path, value)
-    audit.finish(source)
-    _check_vocabulary(params, config, source)
+    _refuse(source, audit.finish())
+    if isinstance(config, DraftConfig) and config.draft_vocab_size is not None:
+        _refuse(source, vocabulary_faults(config, np.asarray(params[_OFFSETS])))
 
 
 def check_shapes(
@@ -202,7 +239,16 @@ def check_shapes(
     audit = _Audit(expected)
     for path, shape in shapes.items():
         audit.fits(path, path, shape)
-    audit.finish(source)
+    _refuse(source, audit.finish())
+
+
+def prefix_of(expected: Mapping[str, tuple[int, ...]]) -> str:
+    """What stands before the names in a checkpoint of these leaves: drafts have nothing there."""
+    return "" if "fc/weight" in expected else "model."
+
+
+def _is_tied(expected: Mapping[str, tuple[int, ...]]) -> bool:
+    return _EMBEDDING in expected and _HEAD not in expected
 
 
 @dataclasses.dataclass
@@ -220,7 +266,7 @@ class _Audit:
     expected: Mapping[str, tuple[int, ...]]
     tied: bool = False
     seen: dict[str, str] = dataclasses.field(default_factory=dict)
-    problems: list[str] = dataclasses.field(default_factory=list)
+    problems: list[Fault] = dataclasses.field(default_factory=list)
     digests: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
     def accepts(self, name: str, path: str, value: Any) -> bool:
@@ -231,39 +277,48 @@ class _Audit:
                 return False
         if not self.fits(name, path, value.shape):
             return False
-        fault = _integer_fault(value) if path == _OFFSETS else _fault(value)
+        fault = integer_fault(value) if path == _OFFSETS else value_fault(value)
         if fault:
-            self.problems.append(f"{name} {list(value.shape)} {fault}")
+            self.problems.append(Fault("values", name, f"{name} {list(value.shape)} {fault}"))
         return not fault
 
     def fits(self, name: str, path: str, shape: tuple[int, ...]) -> bool:
         found, wanted = list(shape), self.expected.get(path)
+
+        def note(kind: str, more: str = "") -> None:
+            self.problems.append(Fault(kind, name, f"{kind} {name} {found}{more}"))
+
         if wanted is None:
-            self.problems.append(f"unknown {name} {found}")
+            note("unknown")
         elif path in self.seen:
-            self.problems.append(f"duplicated {name} {found}, also given as {self.seen[path]}")
+            note("duplicated", f", also given as {self.seen[path]}")
         elif found != list(wanted):
-            self.problems.append(f"misshapen {name} {found}, expected {list(wanted)}")
+            note("misshapen", f", expected {list(wanted)}")
         if wanted is None or path in self.seen:
             return False
         self.seen[path] = name
         return found == list(wanted)
 
-    def finish(self, source: object, name: Callable[[str], str] = str) -> None:
-        """Raises if anything is wrong, with missing tensors under the `name` of their path."""
+    def finish(self, name: Callable[[str], str] = str) -> list[Fault]:
+        """All that is wrong, with missing tensors under the `name` of their path."""
         if _HEAD in self.digests and self.digests[_HEAD] != self.digests.get(_EMBEDDING):
-            self.problems.append(
-                "lm_head.weight differs from the embedding, but the config has tie_word_embeddings true"
-            )
+            said = "lm_head.weight differs from the embedding, but the config has tie_word_embeddings true"
+            self.problems.append(Fault("tied", "lm_head.weight", said))
         absent = [path for path in self.expected if path not in self.seen]
-        self.problems += [f"missing {name(p)} {list(self.expected[p])}" for p in absent]
-        if self.problems:
-            raise ValueError(
-                f"{source}: {len(self.problems)} tensors at fault: {'; '.join(self.problems)}"
-            )
+        self.problems += [
+            Fault("missing", name(p), f"missing {name(p)} {list(self.expected[p])}") for p in absent
+        ]
+        return self.problems
 
 
-def _fault(value: Any) -> str | None:
+def _refuse(source: object, faults: list[Fault]) -> None:
+    if faults:
+        said = "; ".join(" ".join(fault.said.split()) for fault in faults)
+        count = f"{len(faults)} tensors at fault: " if faults[0].kind != "vocabulary" else ""
+        raise ValueError(f"{source}: {count}{said}")
+
+
+def value_fault(value: Any) -> str | None:
     """What makes an array unusable as a parameter."""
     if value.dtype not in _FLOATS:
         return f"holds {value.dtype}, not floats"
@@ -275,7 +330,7 @@ def _fault(value: Any) -> str | None:
     return None
 
 
-def _integer_fault(value: Any) -> str | None:
+def integer_fault(value: Any) -> str | None:
     """What makes an array unusable as ids."""
     if value.dtype not in (np.int32, np.int64):
         return f"holds {value.dtype}, not integers"

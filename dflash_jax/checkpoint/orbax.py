@@ -9,18 +9,27 @@ Shapes come from the config, so a checkpoint restores on any number of devices.
 
 import contextlib
 import dataclasses
+import math
 import shutil
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from dflash_jax import array_typing as at
 from dflash_jax.checkpoint import keys
-from dflash_jax.checkpoint.files import atomic_folder, one_line, read_json, write_json
+from dflash_jax.checkpoint.files import (
+    TensorInfo,
+    atomic_folder,
+    one_line,
+    read_json,
+    token_ids,
+    write_json,
+)
 from dflash_jax.config import (
     DFlash2,
     Domino,
@@ -30,6 +39,7 @@ from dflash_jax.config import (
     RopeConfig,
     TargetConfig,
 )
+from dflash_jax.config.fields import build
 
 _FORMAT, _VERSION = "dflash-jax", 1
 _CONFIGS = {"target": TargetConfig, "draft": DraftConfig}
@@ -127,7 +137,8 @@ def read_header(directory: Path) -> Header:
             head = dict(fields["head"])
             given["head"] = _build(_HEADS[head.pop("type")], head)
         config = _build(_CONFIGS[kind], fields, **given)
-        stop, pad = tuple(value["stop_token_ids"]), value.get("pad_token_id")
+        stop, pad = token_ids(value["stop_token_ids"]), value.get("pad_token_id")
+        token_ids([] if pad is None else [pad])
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError(f"{path} is not a complete config: {one_line(e)}") from e
     return Header(kind, config, stop, pad)
@@ -155,12 +166,8 @@ def load_params(
 
     folder = Path(directory).absolute() / "params"
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    with _readable(folder):
-        metadata: Any = ocp.metadata(str(folder)).metadata
-        stored = keys.flatten(metadata)
-        if not stored:
-            raise ValueError("it holds no readable parameters")
-        shapes = {path: tuple(leaf.shape) for path, leaf in stored.items()}
+    stored = _metadata(folder)
+    shapes = {path: tuple(leaf.shape) for path, leaf in stored.items()}
     keys.check_shapes(shapes, keys.expected_shapes(config), directory)
     abstract: Any = keys.nest(
         {
@@ -172,6 +179,48 @@ def load_params(
         params: Any = ocp.load(str(folder), abstract)
     keys.check_params(params, config, directory)
     return params
+
+
+def read_infos(directory: Path) -> Iterator[TensorInfo]:
+    """Yields a checkpoint's parameters, named by their paths, without their values.
+
+    Raises:
+        ValueError: If they cannot be read.
+    """
+    for path, leaf in _metadata(directory.absolute() / "params").items():
+        dtype, shape = jnp.dtype(leaf.dtype), tuple(leaf.shape)
+        yield TensorInfo(path, dtype.name, shape, math.prod(shape) * dtype.itemsize)
+
+
+def read_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (path, value) of a checkpoint's parameters, one at a time.
+
+    Raises:
+        ValueError: If they cannot be read.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    folder = directory.absolute() / "params"
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    for path, leaf in _metadata(folder).items():
+        abstract: Any = keys.nest({path: np.empty(leaf.shape, leaf.dtype)})
+        with _readable(folder), context:
+            tree: Any = ocp.load(str(folder), abstract)
+            value = keys.flatten(tree)[path]
+        yield path, np.asarray(value)
+
+
+def _metadata(folder: Path) -> dict[str, Any]:
+    """What Orbax says of each leaf."""
+    from orbax.checkpoint import v1 as ocp
+
+    with _readable(folder):
+        metadata: Any = ocp.metadata(str(folder)).metadata
+        stored = keys.flatten(metadata)
+        if not stored:
+            raise ValueError("it holds no readable parameters")
+    return stored
 
 
 @contextlib.contextmanager
@@ -197,6 +246,5 @@ def _plain(config: TargetConfig | DraftConfig) -> dict[str, Any]:
 
 
 def _build(cls: type, fields: Mapping[str, Any], **given: Any) -> Any:
-    return cls(
-        **{k: tuple(v) if isinstance(v, list) else v for k, v in {**fields, **given}.items()}
-    )
+    values = {**fields, **given}
+    return build(cls, {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})

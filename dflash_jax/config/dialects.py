@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from dflash_jax.config.fields import build
 from dflash_jax.config.heads import DFlash2, Domino, DSpark, Head
 from dflash_jax.config.transformer import (
     USED_KEYS,
@@ -249,20 +250,20 @@ def _read_head(found: Mapping[str, Any], names: list[str], kind: str | None = No
         )
     if kinds == {"DFlash2"}:
         _require(found, *_DFLASH2)
-        return DFlash2(**{key: found[key] for key in _DFLASH2})
+        return build(DFlash2, {key: found[key] for key in _DFLASH2})
     if kinds == {"Domino"}:
         _require(found, "emb_dim", "gru_hidden_dim")
         # Absent, these two are specforge's defaults; NeMo always writes them.
         prefix, shift = found["pure_draft_prefix_len"] or 0, _boolean(found, "shift_label")
         require_integer("pure_draft_prefix_len", prefix)
-        return Domino(
-            emb_dim=found["emb_dim"], gru_hidden_dim=found["gru_hidden_dim"], pure_draft_prefix_len=prefix,
-            shift_label=bool(shift),
-        )  # fmt: skip
+        widths = {key: found[key] for key in ("emb_dim", "gru_hidden_dim")}
+        return build(
+            Domino, {**widths, "pure_draft_prefix_len": prefix, "shift_label": bool(shift)}
+        )
     if kinds == {"DSpark"}:
         _require(found, "markov_rank")
         for name, only in (("markov_head_type", "vanilla"), ("enable_confidence_head", False)):
             if found[name] not in (None, only):
                 raise ValueError(f"{name}={found[name]!r} is not supported, only {only!r}")
-        return DSpark(markov_rank=found["markov_rank"])
+        return build(DSpark, {"markov_rank": found["markov_rank"]})
     return None

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dflash_jax.config.dialects import is_nested, read_flat, read_nested
+from dflash_jax.config.fields import build
 from dflash_jax.config.heads import DFlash2, Domino, Head
 from dflash_jax.config.rope import RopeConfig
 from dflash_jax.config.transformer import TransformerConfig, require_integer
@@ -136,7 +137,7 @@ class DraftConfig(TransformerConfig):
             require_integer("an entry of target_layer_ids", i)
         fields |= {"target_layer_ids": tuple(ids), "num_target_layers": depth}
         given = {"window_rule": window_rule, "sample_from_anchor": sample_from_anchor}
-        return cls(**fields | {k: v for k, v in given.items() if v is not None})
+        return build(cls, fields | {k: v for k, v in given.items() if v is not None})
 
     def to_hf(self) -> dict[str, Any]:
         """The flat dialect's `config.json` that every known consumer reads (block size and RoPE in both places).

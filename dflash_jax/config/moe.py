@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from dflash_jax.config.fields import build
+
 _KEYS = """
     num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
     decoder_sparse_step mlp_only_layers router_aux_loss_coef output_router_logits
@@ -77,9 +79,4 @@ class MoeConfig:
             for f in fields
             if f.name in given
         }
-        for name, value in values.items():
-            kind = bool if name == "norm_topk_prob" else int
-            many = value if name == "mlp_only_layers" and isinstance(value, tuple) else (value,)
-            if any(type(v) is not kind for v in many):
-                raise ValueError(f"{name}={given[name]!r} must be of type {kind.__name__}")
-        return cls(**values)
+        return build(cls, values)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from dflash_jax.config.fields import build
 from dflash_jax.config.moe import MOE_KEYS, MoeConfig
 from dflash_jax.config.rope import RopeConfig
 
@@ -133,12 +134,12 @@ class TargetConfig(TransformerConfig):
         refuse_unknown(
             config, USED_KEYS | {"tie_word_embeddings"} | (MOE_KEYS if sparse else frozenset())
         )
-        return cls(
-            model_type=model_type,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            moe=MoeConfig.from_hf(config) if sparse else None,
-            **shape_from_hf(config),
-        )
+        fields = {
+            "model_type": model_type,
+            "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+            "moe": MoeConfig.from_hf(config) if sparse else None,
+        }
+        return build(cls, {**fields, **shape_from_hf(config)})
 
 
 _QK_NORM = {"qwen3": True, "llama": False, "qwen3_moe": True}
