@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from dflash_jax import array_typing as at
 from dflash_jax.checkpoint import gguf, hf, keys, orbax
-from dflash_jax.checkpoint.files import one_line
+from dflash_jax.checkpoint.files import pad_id, understand
 from dflash_jax.config import (
     DraftConfig,
     TargetConfig,
@@ -196,9 +196,9 @@ def read_target(path: Path, dtype: DTypeLike | None = None) -> Target:
         if hf.is_draft(raw):
             raise ValueError(f"{path} is a draft, not a target")
         stop = hf.read_stop_token_ids(path, raw)
-    config = _named(path, TargetConfig.from_hf, raw)
+    config, pad = understand(path, TargetConfig.from_hf, raw), pad_id(raw, path)
     params = keys.assemble(tensors, keys.expected_shapes(config), path, dtype)
-    return Target(config, params, stop, path, raw.get("pad_token_id"))
+    return Target(config, params, stop, path, pad)
 
 
 def read_draft_config(
@@ -229,7 +229,7 @@ def read_draft_config(
         if not hf.is_draft(raw):
             raise ValueError(f"{path} is a target, not a draft")
         ids = tuple(ids) if ids is not None and ids != "default" else ids
-        return _named(
+        return understand(
             path, DraftConfig.from_hf, raw, ids, **given, num_target_layers=num_target_layers
         )
     config = orbax.read_header(path).config
@@ -257,13 +257,3 @@ def read_draft(path: Path, config: DraftConfig, dtype: DTypeLike | None = None) 
         return Draft(config, orbax.load_params(path, config, dtype), path)
     config = keys.own_tensors(config, (info.name for info in hf.read_infos(path)))
     return Draft(config, keys.assemble_draft(hf.read_tensors(path), config, path, dtype), path)
-
-
-def _named(path: Path, build, *args, **options):
-    """Puts the checkpoint's name before the errors of its config."""
-    try:
-        return build(*args, **options)
-    except ValueError as e:
-        raise ValueError(f"{path}: {e}") from e
-    except (TypeError, KeyError, AttributeError) as e:
-        raise ValueError(f"{path}: the config is malformed: {one_line(e)}") from e

@@ -5,9 +5,11 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class TensorInfo(NamedTuple):
@@ -55,6 +57,32 @@ def token_ids(ids: Any, source: object = "the config") -> tuple[int, ...]:
     if not known:
         raise ValueError(f"{source}: eos_token_id={ids!r} must be token ids")
     return tuple(ids)
+
+
+def understand(path: Path, build: Callable[..., T], *args: Any, **options: Any) -> T:
+    """What `build` makes of a checkpoint's config.
+
+    Raises:
+        ValueError: If it makes nothing of it: one line that begins with the checkpoint's name.
+    """
+    try:
+        return build(*args, **options)
+    except ValueError as e:
+        raise ValueError(f"{path}: {one_line(e, 2000)}") from e
+    except (TypeError, KeyError, AttributeError, OverflowError) as e:
+        raise ValueError(f"{path}: the config is malformed: {one_line(e)}") from e
+
+
+def pad_id(config: Mapping[str, Any], source: object = "the config") -> int | None:
+    """`pad_token_id`; below 0, as some write it, is none.
+
+    Raises:
+        ValueError: If it is no id.
+    """
+    pad = config.get("pad_token_id")
+    if pad is not None and (type(pad) is not int or pad >= 2**31):
+        raise ValueError(f"{source}: pad_token_id={pad!r} must be a token id")
+    return pad if pad is not None and pad >= 0 else None
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

@@ -72,7 +72,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def is_draft(config: Mapping[str, Any]) -> bool:
     """Whether a `config.json` is a draft's."""
-    names = config.get("architectures") or ()
+    names = config.get("architectures")
+    names = names if isinstance(names, list) else ()
     return any(key in config for key in ("dflash_config", "speculators_model_type")) or any(
         family in str(name) for name in names for family in ("DFlash", "Domino", "DSpark")
     )

@@ -26,6 +26,7 @@ from dflash_jax.checkpoint.files import (
     TensorInfo,
     atomic_folder,
     one_line,
+    pad_id,
     read_json,
     token_ids,
     write_json,
@@ -137,8 +138,7 @@ def read_header(directory: Path) -> Header:
             head = dict(fields["head"])
             given["head"] = _build(_HEADS[head.pop("type")], head)
         config = _build(_CONFIGS[kind], fields, **given)
-        stop, pad = token_ids(value["stop_token_ids"]), value.get("pad_token_id")
-        token_ids([] if pad is None else [pad])
+        stop, pad = token_ids(value["stop_token_ids"]), pad_id(value)
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError(f"{path} is not a complete config: {one_line(e)}") from e
     return Header(kind, config, stop, pad)

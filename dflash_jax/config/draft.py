@@ -60,6 +60,8 @@ class DraftConfig(TransformerConfig):
         super().__post_init__()
         if self.block_size < 1:
             raise ValueError(f"{self.block_size=} must be at least 1")
+        if self.block_size > 4096:
+            raise ValueError(f"{self.block_size=} must be at most 4096")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"{self.mask_token_id=} is not in [0, {self.vocab_size})")
         if self.window_rule not in WINDOW_RULES:

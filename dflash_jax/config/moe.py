@@ -43,6 +43,8 @@ class MoeConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name}={value!r} must be at least 1")
+        if self.num_experts > 4096:
+            raise ValueError(f"num_experts={self.num_experts} must be at most 4096")
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok={self.num_experts_per_tok} must be at most "
