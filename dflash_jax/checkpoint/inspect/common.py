@@ -8,21 +8,23 @@ from dflash_jax.checkpoint.inspect.finding import Check, Finding, error, note, w
 from dflash_jax.checkpoint.keys import Fault, path_of
 from dflash_jax.config import DraftConfig, RopeConfig
 
-_ALIASES = {"aux_hidden_state_layer_ids": "target_layer_ids"}  # what the reader's messages call it
+# How the reader's messages begin what a finding's field is called.
+_ALIASES = {"aux_hidden_state_layer_ids": "target_layer_ids", "rope_parameters": "rope_"}
 
 
 def refused(f: Facts, found: Sequence[Finding]) -> Iterator[Finding]:
     """What our readers refuse and no error finding names."""
-    for part, said in f.refusals.items():
+    for part, message in f.refusals.items():
+        said = message.removeprefix(f"{f.path}: ")
         if part == "tokenizer":
             yield warning(part, f"no text can be encoded or decoded: {said}", "copy the target's tokenizer files anew")  # fmt: skip
             continue
         named = [_ALIASES.get(x.field, x.field) for x in found if x.severity == "error"]
-        if any(re.search(rf"\b{re.escape(name)}\b", said) for name in named):
+        if any(re.search(rf"\b{re.escape(name)}", said) for name in named):
             continue
         unknown = re.search(r"not understood: (.*)", said)
         keys = {**f.raw, **f.inner, **f.shape, **dict.fromkeys(DraftConfig.__dataclass_fields__)}
-        words = [w for w in re.findall(r"\w+", said.removeprefix(str(f.path))) if w in keys]
+        words = [w for w in re.findall(r"\w+", said) if w in keys]
         if unknown:
             yield error(
                 unknown[1], "dflash-jax does not know the key, and what it changes in the draft; the checkpoint is refused",
@@ -31,7 +33,8 @@ def refused(f: Facts, found: Sequence[Finding]) -> Iterator[Finding]:
         elif part == "config":
             yield error(words[0] if words else "config.json", f"the checkpoint is refused: {said}", "write what the message asks for")  # fmt: skip
         elif part == "tensors":
-            yield error("model.safetensors" if f.form != "gguf" else f.path.name, f"the weights cannot be read: {said}", "copy or download the file anew")  # fmt: skip
+            where = {"gguf": f.path.name, "orbax": "params"}.get(f.form, "model.safetensors")
+            yield error(where, f"the weights cannot be read: {said}", "copy or download them anew")
         else:
             yield error(part, f"the checkpoint is refused: {said}", f"write token ids as {part}, or null")  # fmt: skip
 

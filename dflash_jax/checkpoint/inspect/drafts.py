@@ -194,10 +194,10 @@ def mask_in_template(f: Facts) -> Iterator[Finding]:
     id_ = (
         f.config.mask_token_id if isinstance(f.config, DraftConfig) else f.integer("mask_token_id")
     )
-    tokenizers = [t for t in (f.tokenizer, f.target and f.target.tokenizer) if t is not None]
-    texts = {mask_text(t, id_): t.chat_template or "" for t in tokenizers if id_ is not None}
-    for text, template in texts.items():
-        if text and text in template:
+    tokenizers = (f.tokenizer, None if f.target is None else f.target.tokenizer)
+    for tokenizer in tokenizers if id_ is not None else ():
+        text = None if tokenizer is None else mask_text(tokenizer, id_)
+        if text and text in (tokenizer.chat_template or ""):
             yield warning(
                 "mask_token_id", f"its text {text!r} stands in the chat template: prompts hold it, where it is no mask, and SpecForge deletes it from the output",
                 "train with an id that no text has",
