@@ -29,6 +29,11 @@ fuzz = lambda examples: settings(
 )  # fmt: skip
 
 
+def refused(error):
+    """Asserts that a refusal is one line."""
+    assert len(str(error).splitlines()) == 1
+
+
 def load(path):
     """The model, or None if it is refused as it must be."""
     try:
@@ -36,7 +41,7 @@ def load(path):
             return pair.read_draft(path, pair.read_draft_config(path, num_target_layers=4))
         return pair.read_target(path)
     except ValueError as e:
-        assert "\n" not in str(e)
+        refused(e)
         return None
 
 
@@ -46,7 +51,7 @@ def examine(path):
     try:
         report = inspect(path)
     except ValueError as e:
-        assert "\n" not in str(e)
+        refused(e)
         assert model is None
         return None
     assert model is not None or not report.sound
@@ -213,7 +218,7 @@ def header(folder):
         keys.expected_shapes(config)
         return config
     except ValueError as e:
-        assert "\n" not in str(e)
+        refused(e)
         return None
 
 

@@ -1,6 +1,7 @@
 """What a checkpoint is, in words and numbers."""
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -46,7 +47,7 @@ def about(f: Facts) -> dict[str, Any]:
         "dtypes": dict(dtypes.most_common()),
         "tensors": len(f.tensors),
         "parameters": sum(
-            _size(t.shape) for t in f.tensors if t.dtype not in ("bool", "int64", "int32")
+            math.prod(t.shape) for t in f.tensors if t.dtype not in ("bool", "int64", "int32")
         ),
         "bytes": sum(t.nbytes for t in f.tensors),
     }
@@ -89,9 +90,8 @@ def _layers(c: TargetConfig | DraftConfig) -> dict[str, Any]:
 
 
 def _dialect(f: Facts) -> str:
-    names = f.raw.get("architectures")
-    known = [_TRAINERS[n] for n in names if n in _TRAINERS] if isinstance(names, list) else []
-    return known[0] if f.form == "flat" and known else _FORMS[f.form]
+    trainers = [_TRAINERS[n] for n in f.architectures if n in _TRAINERS]
+    return trainers[0] if f.form == "flat" and trainers else _FORMS[f.form]
 
 
 def _stored(f: Facts) -> str:
@@ -99,13 +99,6 @@ def _stored(f: Facts) -> str:
     if f.form == "nested":
         return f"aux_hidden_state_layer_ids {f.raw['aux_hidden_state_layer_ids']}: 1 is the first layer's output"
     return "target_layer_ids: 0 is the first layer's output"
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
 
 
 def _words(values: Mapping[str, Any] | None) -> str:

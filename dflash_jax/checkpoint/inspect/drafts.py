@@ -194,9 +194,11 @@ def mask_in_template(f: Facts) -> Iterator[Finding]:
     id_ = (
         f.config.mask_token_id if isinstance(f.config, DraftConfig) else f.integer("mask_token_id")
     )
-    tokenizers = (f.tokenizer, None if f.target is None else f.target.tokenizer)
-    for tokenizer in tokenizers if id_ is not None else ():
-        text = None if tokenizer is None else mask_text(tokenizer, id_)
+    tokenizers: list[Any] = [f.tokenizer, f.target.tokenizer if f.target else None]
+    for tokenizer in tokenizers:
+        if tokenizer is None or id_ is None:
+            continue
+        text = mask_text(tokenizer, id_)
         if text and text in (tokenizer.chat_template or ""):
             yield warning(
                 "mask_token_id", f"its text {text!r} stands in the chat template: prompts hold it, where it is no mask, and SpecForge deletes it from the output",
@@ -223,8 +225,9 @@ def block(f: Facts) -> Iterator[Finding]:
         where, who = ("at the top level", "older z-lab, SpecForge, tpu-inference and dflash-mlx") if places[0] is None else ("in dflash_config", "newer z-lab")  # fmt: skip
         yield note(field, f"it is not {where}, where {who} look for it", f"write it {where} too")
     size, anchored = f.integer(field), f.said("sample_from_anchor") is True
-    for method in (f.raw.get("speculators_config") or {}).get("proposal_methods") or ():
-        said = method.get("speculative_tokens")
+    methods = f.part("speculators_config").get("proposal_methods")
+    for method in methods if isinstance(methods, list) else ():
+        said = method.get("speculative_tokens") if isinstance(method, dict) else None
         if size is not None and said not in (None, size - (not anchored)):
             yield warning(
                 "speculative_tokens", f"{said} proposals a block, but block_size={size} makes {size - (not anchored)}: the anchor is counted once too often or too little",
@@ -269,13 +272,13 @@ _SERVED = ("DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel")
 def classes(f: Facts) -> Iterator[Finding]:
     """Class names, and the code that they ask for."""
     if f.form == "flat":
-        given = f.raw.get("architectures") or []
+        given = f.architectures
         if not given or any(name not in _SERVED for name in given):
             wanted = "DFlash2DraftModel" if f.said("selector_rank") is not None else "Qwen3DSparkModel" if _is_dspark(f) else "DFlashDraftModel"  # fmt: skip
             yield note("architectures", f"{given} names no class that z-lab's package, vLLM and SGLang know", f'write ["{wanted}"]')  # fmt: skip
         if "dflash_config" in f.raw and f.raw["dflash_config"] is None:
             yield note("dflash_config", "null makes z-lab's package fail", "write an object with block_size, mask_token_id and target_layer_ids")  # fmt: skip
-    for value in (f.raw.get("auto_map") or {}).values() if f.all_files else ():
+    for value in f.part("auto_map").values() if f.all_files else ():
         file = f"{str(value).split('--')[-1].split('.')[0]}.py"
         if not (f.path / file).is_file():
             yield note("auto_map", f"{value} asks for {file}, which is not there: loading with trust_remote_code fails", "remove auto_map, or add the file")  # fmt: skip

@@ -51,12 +51,12 @@ class Facts:
     @property
     def shape(self) -> Mapping[str, Any]:
         """The part of the config that describes the layers."""
-        return self._part("transformer_layer_config") if self.form == "nested" else self.raw
+        return self.part("transformer_layer_config") if self.form == "nested" else self.raw
 
     @property
     def inner(self) -> Mapping[str, Any]:
         """`dflash_config` of a flat draft; empty where it is none."""
-        return self._part("dflash_config")
+        return self.part("dflash_config")
 
     def said(self, key: str) -> Any:
         """A draft's key, which the flat dialect may have in `dflash_config`; None if nowhere."""
@@ -68,9 +68,16 @@ class Facts:
         value = self.said(key)
         return value if type(value) is int else None
 
-    def _part(self, key: str) -> Mapping[str, Any]:
+    def part(self, key: str) -> Mapping[str, Any]:
+        """An object of the config; empty where it is none."""
         part = self.raw.get(key)
         return part if isinstance(part, dict) else {}
+
+    @property
+    def architectures(self) -> list[str]:
+        """The class names that the config gives."""
+        names = self.raw.get("architectures")
+        return [n for n in names if isinstance(n, str)] if isinstance(names, list) else []
 
 
 class _Reader:
