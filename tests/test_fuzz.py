@@ -55,6 +55,7 @@ def examine(path):
         assert model is None
         return None
     assert model is not None or not report.sound
+    assert not any("\n" in f.field + f.effect + f.mend for f in report.findings)
     if model is not None:
         keys.check_params(model.params, model.config, path)
     return model
@@ -112,7 +113,7 @@ def files(folder):
     return sorted(p for p in folder.iterdir() if p.is_file())
 
 
-@fuzz(40)
+@fuzz(30)
 @given(data=st.data())
 def test_truncated_files_are_refused(sound, by_name, data):
     folder = by_name[data.draw(st.sampled_from(FOLDERS))]
@@ -123,7 +124,7 @@ def test_truncated_files_are_refused(sound, by_name, data):
     assert model is None or same(model, sound[folder])
 
 
-@fuzz(80)
+@fuzz(50)
 @given(data=st.data())
 def test_a_flipped_bit_is_refused_or_confined_to_one_value(sound, by_name, data):
     folder = by_name[data.draw(st.sampled_from(FOLDERS))]
@@ -188,7 +189,7 @@ def edit(data, raw, how):
     return raw, place
 
 
-@fuzz(60)
+@fuzz(40)
 @given(data=st.data())
 def test_a_renamed_key_is_refused_unless_it_says_nothing(sound, by_name, data):
     folder = by_name[data.draw(st.sampled_from((*FOLDERS, "orbax_draft")))]
@@ -199,7 +200,7 @@ def test_a_renamed_key_is_refused_unless_it_says_nothing(sound, by_name, data):
     assert model is None or model == sound[folder].config or same(model, sound[folder])
 
 
-@fuzz(150)
+@fuzz(40)
 @given(data=st.data())
 def test_a_key_of_another_type_is_refused_or_understood(sound, by_name, data):
     folder = by_name[data.draw(st.sampled_from((*FOLDERS, "orbax_draft")))]
@@ -222,7 +223,7 @@ def header(folder):
         return None
 
 
-@fuzz(30)
+@fuzz(15)
 @given(data=st.data())
 def test_tensors_renamed_retyped_or_reshaped_are_refused_or_the_same_numbers(sound, by_name, data):
     folder = by_name[data.draw(st.sampled_from(("draft", "nested", "target")))]
@@ -250,7 +251,7 @@ def test_tensors_renamed_retyped_or_reshaped_are_refused_or_the_same_numbers(sou
         jax.tree.map(close, model.params, sound[folder].params)
 
 
-@fuzz(60)
+@fuzz(40)
 @given(data=st.data())
 def test_damaged_gguf_files_are_refused_or_of_the_right_shape(sound, by_name, data):
     path = by_name["m.gguf"]
@@ -268,7 +269,7 @@ def test_damaged_gguf_files_are_refused_or_of_the_right_shape(sound, by_name, da
         keys.check_params(model.params, model.config, path)
 
 
-@fuzz(6)
+@fuzz(3)
 @given(data=st.data())
 def test_a_damaged_orbax_config_is_refused_or_loads_the_same_numbers(sound, by_name, data):
     folder = by_name["orbax_draft"]

@@ -1,5 +1,6 @@
 import contextlib
 import json
+import struct
 
 import gguf
 import numpy as np
@@ -146,6 +147,20 @@ def test_every_truncation_of_a_file_is_an_error_naming_it(llama, tmp_path):
         with pytest.raises(ValueError, match=r"cut\.gguf") as e:
             list(reader.read_tensors(path))
         assert "\n" not in str(e.value)
+
+
+def test_tensors_that_do_not_fill_the_file_one_after_another_are_an_error(llama, tmp_path):
+    path = write(tmp_path / "m.gguf", "llama", *llama)
+    whole = path.read_bytes()
+    first = next(
+        iter(llama[1].values())
+    ).nbytes  # where the second float32 (format 0) tensor starts
+    place = struct.pack("<IQ", 0, first)
+    assert whole.count(place) == 1
+    for broken in (whole.replace(place, struct.pack("<IQ", 0, 0)), whole.replace(place, struct.pack("<IQ", 1, first)), whole + bytes(64)):  # fmt: skip
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"not at|before the file does"):
+            list(reader.read_tensors(path))
 
 
 def load(path):

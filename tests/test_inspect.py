@@ -1,16 +1,19 @@
 """Every finding of `inspect` on a checkpoint with one fault, and none on sound ones."""
 
+import dataclasses
 import json
 import shutil
 
 import numpy as np
 import pytest
-from fakes import byte_tokenizer
+from fakes import byte_tokenizer, random_params
 from safetensors.numpy import load_file, save_file
+from test_gguf import write as write_gguf
 
 from dflash_jax import cli, pair
-from dflash_jax.checkpoint import export, orbax
+from dflash_jax.checkpoint import export, keys, orbax
 from dflash_jax.checkpoint.inspect import inspect
+from dflash_jax.config import DSpark
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 WEIGHTS = "model.safetensors"
@@ -299,6 +302,11 @@ def test_a_draft_of_another_target_is_found(broken, bases, golden, name):
     assert expected in found(broken(OURS, change), target)
 
 
+def test_a_mask_that_is_the_targets_padding_is_found(broken, bases):
+    target = broken("qwen3_tied", put(pad_token_id=253, rope_parameters={"rope_theta": 1e6}))
+    assert found(bases[OURS], target) == [("error", "mask_token_id")]
+
+
 def test_a_target_that_cannot_be_read_is_an_error(broken, bases):
     assert ("error", "--target") in found(bases[OURS], broken("qwen3_gqa", put(surprise=1)))
 
@@ -346,6 +354,37 @@ def test_our_orbax_checkpoints_are_told_and_their_faults_found(golden, tmp_path)
     assert (about["dialect"], about["parameters"]) == ("dflash-jax, Orbax", 32576)
     shutil.rmtree(tmp_path / "d/params")
     assert found(tmp_path / "d") == [("error", "params")]
+
+
+def test_a_dspark_draft_is_judged_by_its_own_layout(bases, tmp_path):
+    config = pair.read_draft_config(bases[OURS])
+    own = {"head": DSpark(markov_rank=4), "own_head": True, "own_embedding": True, "sample_from_anchor": True}  # fmt: skip
+    config = dataclasses.replace(config, **own)
+    raw = json.loads((bases[OURS] / "config.json").read_text())
+    raw |= {**raw.pop("dflash_config"), "markov_rank": 4, "architectures": ["Qwen3DSparkModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    leaves = keys.flatten(random_params(config, 0))
+    save_file({keys.name_of(p): np.asarray(x) for p, x in leaves.items()}, tmp_path / WEIGHTS)
+    assert found(tmp_path) == []
+    about = inspect(tmp_path).about
+    assert about["dialect"] == "DeepSpec or NeMo DSpark, flat"
+    assert about["head"].startswith("DSpark")
+    assert (about["own_head"], about["own_embedding"]) == (True, True)
+
+
+def test_a_gguf_target_is_told_and_judges_a_draft(golden, bases, tmp_path):
+    raw = json.loads((golden / "targets/llama3/config.json").read_text())
+    tensors = load_file(golden / "targets/llama3" / WEIGHTS)
+    path = write_gguf(tmp_path / "m.gguf", "llama", raw, tensors)
+    report = inspect(path)
+    assert report.findings == ()
+    assert report.about["dialect"] == "GGUF"
+    assert report.about["dtypes"] == {"F32": len(tensors)}
+    assert report.about["bytes"] == sum(t.nbytes for t in tensors.values())
+    assert ("error", "num_target_layers") in found(bases[OURS], path)
+    tensors["model.norm.weight"][:] = np.nan
+    write_gguf(path, "llama", raw, tensors)
+    assert found(path) == [("error", "model.norm.weight")]
 
 
 def test_what_a_checkpoint_is_is_told(golden):

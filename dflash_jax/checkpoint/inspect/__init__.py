@@ -65,4 +65,6 @@ def find(facts: Facts) -> list[Finding]:
             if facts.config is not None:
                 raise
     found += refused(facts, found)
-    return sorted(dict.fromkeys(found), key=lambda f: SEVERITIES.index(f.severity))
+    # Names out of a broken file may hold line breaks.
+    lines = [Finding(f.severity, *(" ".join(t.split()) for t in (f.field, f.effect, f.mend))) for f in found]  # fmt: skip
+    return sorted(dict.fromkeys(lines), key=lambda f: SEVERITIES.index(f.severity))
