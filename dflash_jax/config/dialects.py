@@ -100,7 +100,7 @@ def read_flat(config: Mapping[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _flat_taps(found: Mapping[str, Any]) -> list[int] | None:
+def _flat_taps(found: Mapping[str, Any]) -> Any:
     """`target_layer_ids`; vLLM's key, which it reads first, must say the same."""
     ids, eagle = found["target_layer_ids"], found[_EAGLE]
     if eagle is None:

@@ -17,7 +17,11 @@ def refused(f: Facts, found: Sequence[Finding]) -> Iterator[Finding]:
     for part, message in f.refusals.items():
         said = message.removeprefix(f"{f.path}: ")
         if part == "tokenizer":
-            yield warning(part, f"no text can be encoded or decoded: {said}", "copy the target's tokenizer files anew")  # fmt: skip
+            yield warning(
+                part,
+                f"no text can be encoded or decoded: {said}",
+                "copy the target's tokenizer files anew",
+            )
             continue
         named = [_ALIASES.get(x.field, x.field) for x in found if x.severity == "error"]
         if any(re.search(rf"\b{re.escape(name)}", said) for name in named):
@@ -27,20 +31,29 @@ def refused(f: Facts, found: Sequence[Finding]) -> Iterator[Finding]:
         words = [w for w in re.findall(r"\w+", said) if w in keys]
         if unknown:
             yield error(
-                unknown[1], "dflash-jax does not know the key, and what it changes in the draft; the checkpoint is refused",
+                unknown[1],
+                "dflash-jax does not know the key, and what it changes in the draft; the checkpoint "
+                "is refused",
                 "remove it if it is bookkeeping; otherwise the checkpoint needs a program that knows it",
-            )  # fmt: skip
+            )
         elif part == "config":
-            yield error(words[0] if words else "config.json", f"the checkpoint is refused: {said}", "write what the message asks for")  # fmt: skip
+            yield error(
+                words[0] if words else "config.json",
+                f"the checkpoint is refused: {said}",
+                "write what the message asks for",
+            )
         elif part == "tensors":
             where = {"gguf": f.path.name, "orbax": "params"}.get(f.form, "model.safetensors")
             yield error(where, f"the weights cannot be read: {said}", "copy or download them anew")
         else:
-            yield error(part, f"the checkpoint is refused: {said}", f"write token ids as {part}, or null")  # fmt: skip
+            yield error(
+                part, f"the checkpoint is refused: {said}", f"write token ids as {part}, or null"
+            )
 
 
 _TENSORS = {
-    "unknown": ("no reader knows {}: what was trained in it would be lost, so the checkpoint is refused", "give it the name that its dialect has for it, or remove it"),
+    "unknown": ("no reader knows {}: what was trained in it would be lost, so the checkpoint is "
+"refused", "give it the name that its dialect has for it, or remove it"),
     "missing": ("without {} the model cannot be built", "export it again with all its tensors"),
     "misshapen": ("{} does not fit the config, so the checkpoint is refused", "write the config that it was trained with"),
     "duplicated": ("two values for one parameter ({}): systems take one or the other", "remove one of the two"),
@@ -65,14 +78,18 @@ def tensor_faults(f: Facts) -> Iterator[Finding]:
     for fault in filter(_is_special, f.faults):
         if fault.name == "lm_head.weight":
             yield error(
-                fault.name, "tie_word_embeddings is false, but the file has no head: some systems initialise one at random",
+                fault.name,
+                "tie_word_embeddings is false, but the file has no head: some systems initialise one "
+                "at random",
                 "write tie_word_embeddings: true if the head is the embedding, else add lm_head.weight",
-            )  # fmt: skip
+            )
         else:
             yield error(
-                fault.name, f"{fault.said}: its width must be the number of taps times hidden_size, so the taps are not those of the training",
+                fault.name,
+                f"{fault.said}: its width must be the number of taps times hidden_size, so the taps "
+                "are not those of the training",
                 "write the target_layer_ids that it was trained with",
-            )  # fmt: skip
+            )
 
 
 def _is_special(fault: Fault) -> bool:
@@ -87,37 +104,45 @@ def rope(f: Facts) -> Iterator[Finding]:
     old, new = c.get("rope_theta"), c.get("rope_parameters")
     if old is None and (not isinstance(new, dict) or new.get("rope_theta") is None):
         yield error(
-            "rope_theta", "systems fall back on 10000 or 1000000: unless that is the trained base, nothing is accepted",
+            "rope_theta",
+            "systems fall back on 10000 or 1000000: unless that is the trained base, nothing is "
+            "accepted",
             "write the trained base as rope_theta and in rope_parameters",
-        )  # fmt: skip
+        )
         return
     try:
         RopeConfig.from_hf(c)
     except ValueError as e:
         yield error(
-            "rope_parameters", f"{e}: systems rotate by what they know of it, and not as it was trained",
+            "rope_parameters",
+            f"{e}: systems rotate by what they know of it, and not as it was trained",
             "write the trained base and scaling in rope_theta and rope_scaling and again in rope_parameters",
-        )  # fmt: skip
+        )
         return
     new = new or {}
     scaled = new.get("rope_type", "default") != "default"
     if old is not None and scaled and not c.get("rope_scaling"):
         yield warning(
-            "rope_scaling", "rope_parameters has a scaling, but rope_theta stands without it: readers of the older form rotate unscaled",
+            "rope_scaling",
+            "rope_parameters has a scaling, but rope_theta stands without it: readers of the "
+            "older form rotate unscaled",
             "write the same scaling as rope_scaling",
-        )  # fmt: skip
+        )
     elif f.form == "nested":
         return
     elif old is None:
         yield note(
-            "rope_theta", "sglang-jax, tpu-inference and transformers 4 read only this form, and fall back on their default base",
+            "rope_theta",
+            "sglang-jax, tpu-inference and transformers 4 read only this form, and fall back on "
+            "their default base",
             "write rope_theta and rope_scaling beside rope_parameters",
-        )  # fmt: skip
+        )
     elif not new:
         yield note(
-            "rope_parameters", "readers of the transformers 5 form alone do not find the base",
+            "rope_parameters",
+            "readers of the transformers 5 form alone do not find the base",
             "write rope_parameters beside rope_theta and rope_scaling",
-        )  # fmt: skip
+        )
 
 
 def heads(f: Facts) -> Iterator[Finding]:
@@ -127,21 +152,27 @@ def heads(f: Facts) -> Iterator[Finding]:
     qwen3 = f.shape.get("model_type", "qwen3") == "qwen3"
     if width is None and qwen3 and f.form != "orbax":
         yield error(
-            "head_dim", "systems take 128 or hidden_size / num_attention_heads: with the wrong one it does not load",
+            "head_dim",
+            "systems take 128 or hidden_size / num_attention_heads: with the wrong one it does not load",
             "write the width of one head: q_proj's rows / num_attention_heads",
-        )  # fmt: skip
+        )
     elif width and width % 2:
-        yield error("head_dim", f"{width} is odd: RoPE rotates two halves", "write the trained, even width")  # fmt: skip
+        yield error(
+            "head_dim", f"{width} is odd: RoPE rotates two halves", "write the trained, even width"
+        )
     if count and groups and count % groups:
         yield error(
-            "num_key_value_heads", f"{count} query heads cannot share {groups} key heads",
+            "num_key_value_heads",
+            f"{count} query heads cannot share {groups} key heads",
             "write the trained number: k_proj's rows / head_dim",
-        )  # fmt: skip
+        )
     if f.kind == "draft" and width and count and hidden and width * count != hidden:
         yield note(
-            "head_dim", f"{width} is not hidden_size / num_attention_heads = {hidden / count:g}: tpu-inference allocates its cache by that",
+            "head_dim",
+            f"{width} is not hidden_size / num_attention_heads = {hidden / count:g}: "
+            "tpu-inference allocates its cache by that",
             "nothing to write; serve it with another system, or train with that width",
-        )  # fmt: skip
+        )
 
 
 def tokenizer_size(f: Facts) -> Iterator[Finding]:
@@ -149,25 +180,39 @@ def tokenizer_size(f: Facts) -> Iterator[Finding]:
     size = f.config.vocab_size if f.config else f.shape.get("vocab_size")
     if f.tokenizer is not None and size and len(f.tokenizer) > size:
         yield warning(
-            "vocab_size", f"the tokenizer has {len(f.tokenizer)} ids, the model {size} rows: ids without a row are read as another token",
+            "vocab_size",
+            f"the tokenizer has {len(f.tokenizer)} ids, the model {size} rows: ids without a row "
+            "are read as another token",
             "use the tokenizer that the model was trained with",
-        )  # fmt: skip
+        )
 
 
 def stops(f: Facts) -> Iterator[Finding]:
     """Ids that end a text."""
     if not f.stop_token_ids and "eos_token_id" not in f.refusals:
-        yield warning("eos_token_id", "no id ends a text: every answer runs to max_new_tokens", "write eos_token_id in generation_config.json")  # fmt: skip
+        yield warning(
+            "eos_token_id",
+            "no id ends a text: every answer runs to max_new_tokens",
+            "write eos_token_id in generation_config.json",
+        )
     rows = f.config.vocab_size if f.config else None
     outside = [i for i in f.stop_token_ids if rows is not None and i >= rows]
     if outside:
-        yield warning("eos_token_id", f"{outside} are no rows of the head, which has {rows}: they never end a text", "write the ids of this model's tokenizer")  # fmt: skip
+        yield warning(
+            "eos_token_id",
+            f"{outside} are no rows of the head, which has {rows}: they never end a text",
+            "write the ids of this model's tokenizer",
+        )
 
 
 def tokenizer(f: Facts) -> Iterator[Finding]:
     """A target without a tokenizer."""
     if f.tokenizer is None and "tokenizer" not in f.refusals:
-        yield note("tokenizer", "only token ids can be decoded, no text", "copy the model's tokenizer files into the folder")  # fmt: skip
+        yield note(
+            "tokenizer",
+            "only token ids can be decoded, no text",
+            "copy the model's tokenizer files into the folder",
+        )
 
 
 COMMON: tuple[Check, ...] = (tensor_faults, rope, heads, tokenizer_size)

@@ -180,7 +180,8 @@ def _faults(
     """Faults of the tensors; of their values alone where no config says what they should be."""
     if config is not None:
         return tuple(keys.find_faults(tensors, config, shapes))
-    found = ((name, value.shape, keys.value_fault(value)) for name, value in tensors if value.dtype.kind not in "iub")  # fmt: skip
+    floats = ((name, value) for name, value in tensors if value.dtype.kind not in "iub")
+    found = ((name, value.shape, keys.value_fault(value)) for name, value in floats)
     return tuple(
         keys.Fault("values", name, f"{name} {list(shape)} {fault}")
         for name, shape, fault in found
