@@ -60,15 +60,8 @@ from convert import hf_to_orbax
 hf_to_orbax.convert(str(source), destination)
 """
 TO_HF = """
-import functools
-from dflash_jax.checkpoint import keys, orbax, stream
-from dflash_jax.checkpoint.files import atomic_folder
-config = orbax.read_header(source).config
-with atomic_folder(destination) as folder:
-    stream.write_tensors(
-        folder, orbax.stream(source, config), orbax.read_shapes(source / "params"),
-        functools.partial(keys.tensors, prefix="model."), shard_bytes=int(sys.argv[1]),
-    )
+from convert import orbax_to_hf
+orbax_to_hf.convert(str(source), destination, shard_bytes=int(sys.argv[1]))
 """
 
 

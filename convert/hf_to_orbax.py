@@ -1,8 +1,8 @@
-"""Converts a target or a draft, from Hugging Face or GGUF, to our Orbax form.
+"""Converts a target or a draft from Hugging Face's form, or a GGUF target, to our Orbax form, leaf by leaf.
 
-python -m convert.hf_to_orbax SOURCE DEST [--dtype D] [--target-layer-ids 1,9,17|default]
-    [--num-target-layers N] [--window-rule zlab|nemo|specforge|speculators]
-    [--sample-from-anchor | --no-sample-from-anchor]
+python -m convert.hf_to_orbax SOURCE DEST [--dtype bfloat16] [--target-layer-ids 1,9,17|default]
+    [--window-rule zlab|nemo|specforge|speculators] [--sample-from-anchor | --no-sample-from-anchor]
+    [--num-target-layers N]
 """
 
 import argparse
@@ -10,11 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-
 from convert import source
-from dflash_jax import pair
 from dflash_jax.checkpoint import hf, orbax
+from dflash_jax.checkpoint.stream import progress
 
 
 def convert(ref: str, destination: Path, dtype=None, **draft_options) -> tuple[str, str]:
@@ -33,22 +31,13 @@ def convert(ref: str, destination: Path, dtype=None, **draft_options) -> tuple[s
     path = hf.resolve(ref)
     if path.is_dir() and orbax.is_checkpoint(path):
         raise ValueError(f"{path} is in Orbax form already")
-    if source.is_draft(path, draft_options):
-        draft = pair.read_draft(path, pair.read_draft_config(path, **draft_options), dtype)
-        orbax.save(destination, "draft", draft.config, draft.params)
-        return "draft", source.report(draft)
-    target = pair.read_target(path, dtype)
-    with source.tokenizer_files(target) as files:
-        orbax.save(
-            destination,
-            "target",
-            target.config,
-            target.params,
-            stop_token_ids=target.stop_token_ids,
-            pad_token_id=target.pad_token_id,
-            tokenizer_files=files,
-        )
-    return "target", source.report(target)
+    header, leaves = source.open_leaves(path, dtype, draft_options)
+    with (
+        source.tokenizer_files(path) as files,
+        progress(f"writing {destination.name}", header.config) as shown,
+    ):
+        orbax.write(destination, header, shown(leaves), files if header.kind == "target" else ())
+    return header.kind, source.report(path, header, source.stored_dtype(path))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,16 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("destination", metavar="DEST", type=Path, help="folder to make")
     source.add_options(parser)
     args = parser.parse_args(argv)
-    # Nothing is computed, and the model may not fit a device.
-    jax.config.update("jax_platforms", "cpu")
-    try:
-        options = source.draft_options(args)
-        kind, note = convert(args.source, args.destination, args.dtype, **options)
-    except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    print(*filter(None, (note, f"{kind} written to {args.destination}")), sep="\n", file=sys.stderr)
-    return 0
+    return source.run(args, lambda o: convert(args.source, args.destination, args.dtype, **o))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Converts a target or a draft, from our Orbax form or any other that we read, to a Hugging Face folder.
+"""Converts a target or a draft, from our Orbax form or any other that we read, to a Hugging Face folder, leaf by leaf.
 
 python -m convert.orbax_to_hf SOURCE DEST [--dialect zlab|speculators] [--verifier REF] [--dtype D]
     [--num-target-layers N] [--target-layer-ids 1,9,17|default]
@@ -10,11 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
-
 from convert import source
-from dflash_jax import pair
-from dflash_jax.checkpoint import export, hf
+from dflash_jax.checkpoint import export, hf, orbax
+from dflash_jax.checkpoint.stream import SHARD_BYTES, progress
 
 
 def convert(
@@ -23,6 +21,7 @@ def convert(
     dtype=None,
     dialect: export.Dialect = "zlab",
     verifier: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
     **draft_options,
 ) -> tuple[str, str]:
     """Writes `ref` to `destination`; returns what it was, and a line on what is not kept of its config.
@@ -30,9 +29,10 @@ def convert(
     Args:
         ref: A hub id, a folder, an Orbax directory or a GGUF file.
         destination: Must not exist.
-        dtype: None keeps each tensor's own.
+        dtype: None keeps the stored one; the widest, where a Hugging Face source has several.
         dialect: A draft's; targets have one form.
         verifier: The target's hub id or folder, for a draft in speculators' dialect.
+        shard_bytes: Above it there are several files, and their index.
         draft_options: `pair.read_draft_config`'s.
 
     Raises:
@@ -41,23 +41,19 @@ def convert(
     """
     source.refuse_existing(destination)
     path = hf.resolve(ref)
-    if source.is_draft(path, draft_options):
-        draft = pair.read_draft(path, pair.read_draft_config(path, **draft_options), dtype)
-        export.save_draft(
-            destination, draft.config, draft.params, None, dialect=dialect, verifier=verifier
-        )
-        return "draft", source.report(draft)
-    target = pair.read_target(path, dtype)
-    with source.tokenizer_files(target) as files:
-        export.save_target(
-            destination,
-            target.config,
-            target.params,
-            stop_token_ids=target.stop_token_ids,
-            pad_token_id=target.pad_token_id,
-            tokenizer_files=files,
-        )
-    return "target", source.report(target)
+    stored = source.stored_dtype(path)
+    if dtype is None and not orbax.is_checkpoint(path):
+        dtype = stored
+    header, leaves = source.open_leaves(path, dtype, draft_options)
+    with (
+        source.tokenizer_files(path) as files,
+        progress(f"writing {destination.name}", header.config) as shown,
+    ):
+        export.write(
+            destination, header, shown(leaves), source.shapes(path, header, dtype),
+            dialect=dialect, verifier=verifier, tokenizer_files=files, shard_bytes=shard_bytes,
+        )  # fmt: skip
+    return header.kind, source.report(path, header, stored)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,18 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--verifier", metavar="REF", help="the target's hub id or folder, for speculators' dialect")  # fmt: skip
     source.add_options(parser)
     args = parser.parse_args(argv)
-    # Nothing is computed, and the model may not fit a device.
-    jax.config.update("jax_platforms", "cpu")
-    try:
-        options = source.draft_options(args)
-        kind, note = convert(
-            args.source, args.destination, args.dtype, args.dialect, args.verifier, **options
-        )
-    except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    print(*filter(None, (note, f"{kind} written to {args.destination}")), sep="\n", file=sys.stderr)
-    return 0
+    given = args.source, args.destination, args.dtype, args.dialect, args.verifier
+    return source.run(args, lambda options: convert(*given, **options))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
-"""What both converters know of a source: its options, its tokenizer's files, and what is lost of its config."""
+"""What both converters know of a source: its options, its leaves, its tokenizer's files, and what is lost of its config."""
 
 import argparse
 import contextlib
 import os
+import sys
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from dflash_jax import pair
-from dflash_jax.checkpoint import export, hf, orbax
-from dflash_jax.checkpoint.files import read_json
+from dflash_jax.checkpoint import export, gguf, hf, keys, orbax
+from dflash_jax.checkpoint.files import read_json, tidy_termination
+from dflash_jax.config import DraftConfig
 from dflash_jax.config.dialects import is_nested
 from dflash_jax.config.draft import WINDOW_RULES
 
@@ -44,21 +49,49 @@ def draft_options(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def is_draft(path: Path, options: Mapping[str, Any]) -> bool:
-    """Whether a path holds a draft, in whatever form.
+def open_leaves(
+    path: Path, dtype: Any, options: Mapping[str, Any]
+) -> tuple[orbax.Header, pair.Leaves]:
+    """What a path holds, in whatever form, and its leaves; see `pair.open_target`.
 
     Raises:
-        ValueError: If it is a target, but there are options for drafts.
+        ValueError: As the readers do; and if it is a target, but there are options for drafts.
     """
     if path.is_dir() and (
         orbax.read_header(path).kind == "draft"
         if orbax.is_checkpoint(path)
         else hf.is_draft(hf.read_config(path))
     ):
-        return True
+        return pair.open_draft(path, pair.read_draft_config(path, **options), dtype)
     for name in options:
         raise ValueError(f"{path} is a target: --{name.replace('_', '-')} is for drafts")
-    return False
+    return pair.open_target(path, dtype)
+
+
+def stored_dtype(path: Path) -> str:
+    """The name of the dtype of a path's floats; the widest, where they differ; float32 for GGUF."""
+    if path.is_file():
+        return "float32"
+    infos = orbax.read_infos(path) if orbax.is_checkpoint(path) else hf.read_infos(path)
+    floats = {info.dtype for info in infos if info.dtype.startswith(("float", "bfloat"))}
+    return jnp.result_type(*floats).name if floats else "float32"
+
+
+def shapes(path: Path, header: orbax.Header, dtype: Any = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of every leaf that `open_leaves(path, dtype, ...)` yields, by path.
+
+    Args:
+        dtype: Of the floats; may be None for an Orbax source alone.
+    """
+    if orbax.is_checkpoint(path):
+        stored = orbax.read_shapes(path / "params")
+    else:
+        expected = keys.expected_shapes(header.config)
+        stored = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in expected.items()}
+    return {
+        name: x if dtype is None or name == keys.OFFSETS else jax.ShapeDtypeStruct(x.shape, dtype)
+        for name, x in stored.items()
+    }
 
 
 def refuse_existing(destination: Path) -> None:
@@ -68,34 +101,54 @@ def refuse_existing(destination: Path) -> None:
 
 
 @contextlib.contextmanager
-def tokenizer_files(target: pair.Target) -> Generator[list[Path]]:
-    """The target's tokenizer files; a GGUF file's are written to a folder that lasts as long."""
-    if not target.source.is_file():
-        yield hf.tokenizer_files(target.source)
+def tokenizer_files(path: Path) -> Generator[list[Path]]:
+    """A target's tokenizer files; a GGUF file's are written to a folder that lasts as long."""
+    if not path.is_file():
+        yield hf.tokenizer_files(path)
         return
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer: Any = pair.load_tokenizer(target)
-        tokenizer.save_pretrained(folder)
+        gguf.read_tokenizer(path).save_pretrained(folder)
         yield hf.tokenizer_files(Path(folder))
 
 
-def report(model: pair.Target | pair.Draft) -> str:
-    """One line on what our form does not keep of a Hugging Face source's config; empty if it keeps all."""
-    if model.source.is_file() or orbax.is_checkpoint(model.source):
+def report(path: Path, header: orbax.Header, dtype: str) -> str:
+    """One line on what our form does not keep of a Hugging Face source's config; empty if it keeps all.
+
+    Args:
+        dtype: What the floats were stored in.
+    """
+    if path.is_file() or orbax.is_checkpoint(path):
         return ""
-    raw, dtype = hf.read_config(model.source), export.stored_dtype(model.params)
+    raw, config = hf.read_config(path), header.config
     try:
-        if isinstance(model, pair.Draft):
+        if isinstance(config, DraftConfig):
             dialect = "speculators" if is_nested(raw) else "zlab"
-            written = export.draft_json(model.config, dtype, dialect)
+            written = export.draft_json(config, dtype, dialect)
         else:
-            written = export.target_json(model.config, dtype, model.stop_token_ids, model.pad_token_id)  # fmt: skip
+            written = export.target_json(config, dtype, header.stop_token_ids, header.pad_token_id)
     except ValueError as e:
         return f"note: this could not be written back as it came: {e}"
     lost = export.not_kept(raw, written)
-    generation = model.source / "generation_config.json"
-    if isinstance(model, pair.Target) and generation.is_file():
+    generation = path / "generation_config.json"
+    if header.kind == "target" and generation.is_file():
         kept = ("eos_token_id", "pad_token_id", "use_cache", "_from_model_config")
         others = (k for k, v in read_json(generation).items() if v is not None and v is not False)
         lost += [f"generation_config.{key}" for key in sorted(others) if key not in kept]
     return f"not kept of its config: {', '.join(lost)}" if lost else ""
+
+
+def run(args: argparse.Namespace, convert: Callable[[dict[str, Any]], tuple[str, str]]) -> int:
+    """Calls `convert` with the draft's options and says how it went: the exit status of a command."""
+    # Nothing is computed, and the model may not fit a device.
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        with tidy_termination():
+            kind, note = convert(draft_options(args))
+    except ValueError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    print(*filter(None, (note, f"{kind} written to {args.destination}")), sep="\n", file=sys.stderr)
+    return 0

@@ -1,4 +1,4 @@
-"""The command line: `dflash-jax generate | bench`. Results on stdout, progress on stderr."""
+"""The command line: `dflash-jax generate | bench | inspect`. Results on stdout, progress on stderr."""
 
 import argparse
 import dataclasses
@@ -68,6 +68,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--limit", type=int, metavar="N", help="the first N prompts only")
     bench.set_defaults(command=_bench)
+
+    inspect = commands.add_parser(
+        "inspect", help="what a checkpoint is, and everything wrong with it; status 1 for an error"
+    )
+    inspect.add_argument("ref", metavar="REF", help="hub id, folder, Orbax folder or GGUF file")
+    inspect.add_argument("--target", metavar="REF", help="judge a draft as this target's")
+    inspect.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    inspect.set_defaults(command=_inspect)
     return parser
 
 
@@ -247,3 +255,20 @@ def _bench(args: argparse.Namespace) -> int:
     # Rejection draws other texts than plain decoding, of the same distribution.
     may_differ = sampling.temperature > 0 and sampling.verify != "coupled"
     return 0 if may_differ or report.equal == report.prompts else 1
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from dflash_jax.checkpoint.inspect import inspect
+    from dflash_jax.checkpoint.inspect.render import render
+
+    jax.config.update("jax_platforms", "cpu")  # nothing is computed
+    report = inspect(args.ref, args.target)
+    if args.json:
+        print(json.dumps({**dataclasses.asdict(report), "sound": report.sound}))
+    else:
+        render(report)
+    return 0 if report.sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

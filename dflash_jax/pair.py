@@ -13,16 +13,17 @@ from jax.typing import DTypeLike
 
 from dflash_jax import array_typing as at
 from dflash_jax.checkpoint import gguf, hf, keys, orbax
-from dflash_jax.checkpoint.files import one_line
-from dflash_jax.checkpoint.wrappers import text_tensors
+from dflash_jax.checkpoint.files import pad_id, understand
+from dflash_jax.checkpoint.wrappers import read_target_tensors
 from dflash_jax.config import (
     DraftConfig,
     RopeConfig,
     TargetConfig,
     WindowRule,
     build_target_layer_ids,
+    mismatches,
 )
-from dflash_jax.config.wrappers import is_wrapper, text_config
+from dflash_jax.config.wrappers import text_config
 
 EMBEDDED_DRAFT = Path(__file__).parent / "data" / "smollm2-draft"
 Leaves = Iterator[tuple[str, Any]]  # (path, array)
@@ -177,35 +178,11 @@ def check_pair(
     Raises:
         ValueError: One for all differences, naming both sides.
     """
-    sides = (
-        ("hidden_size", draft.hidden_size, "hidden_size", target.hidden_size),
-        ("vocab_size", draft.vocab_size, "vocab_size", target.vocab_size),
-        ("num_target_layers", draft.num_target_layers, "num_hidden_layers", target.num_hidden_layers),
-    )  # fmt: skip
-    problems = [
-        f"the draft's {name}={mine} is not the target's {other}={theirs}"
-        for name, mine, other, theirs in sides
-        if mine not in (None, theirs)
-    ]
-    outside = [i for i in draft.target_layer_ids if i >= target.num_hidden_layers]
-    if outside:
-        problems.append(
-            f"the draft's target_layer_ids {outside} are not below the target's "
-            f"num_hidden_layers={target.num_hidden_layers}"
+    found = mismatches(target, stop_token_ids, draft, pad_token_id)
+    if found:
+        raise ValueError(
+            f"the draft does not fit the target: {'; '.join(said for _, said in found)}"
         )
-    mask = draft.mask_token_id
-    if not mask < target.vocab_size:
-        problems.append(
-            f"the draft's mask_token_id={mask} is no row of the target's vocab_size={target.vocab_size}"
-        )
-    if mask in stop_token_ids:
-        problems.append(
-            f"the draft's mask_token_id={mask} is one of the target's stop ids {list(stop_token_ids)}"
-        )
-    if mask == pad_token_id:
-        problems.append(f"the draft's mask_token_id={mask} is the target's pad_token_id")
-    if problems:
-        raise ValueError(f"the draft does not fit the target: {'; '.join(problems)}")
 
 
 def _warn_of_unscaled_positions(target: TargetConfig, draft: DraftConfig) -> None:
@@ -248,7 +225,7 @@ def open_target(
         if path.suffix != ".gguf":
             raise ValueError(f"{path} is a file; a checkpoint is a folder or a .gguf file")
         raw, stop = gguf.read_config(path), gguf.read_stop_token_ids(path)
-        config = _named(path, TargetConfig.from_hf, raw)
+        config = understand(path, TargetConfig.from_hf, raw)
         tensors = gguf.read_tensors(path)
     elif orbax.is_checkpoint(path):
         header = orbax.read_header(path)
@@ -259,11 +236,10 @@ def open_target(
         whole = hf.read_config(path)
         if hf.is_draft(whole):
             raise ValueError(f"{path} is a draft, not a target")
-        config, raw = _named(path, TargetConfig.from_hf, whole), text_config(whole)
+        config, raw = understand(path, TargetConfig.from_hf, whole), text_config(whole)
         stop = hf.read_stop_token_ids(path, raw)
-        tensors = hf.read_tensors(path)
-        tensors = text_tensors(tensors, whole, config) if is_wrapper(whole) else tensors
-    header = orbax.Header("target", config, stop, raw.get("pad_token_id"))
+        tensors = read_target_tensors(path, whole, config)
+    header = orbax.Header("target", config, stop, pad_id(raw, path))
     return header, keys.stream(tensors, keys.expected_shapes(config), path, dtype)
 
 
@@ -295,7 +271,7 @@ def read_draft_config(
         if not hf.is_draft(raw):
             raise ValueError(f"{path} is a target, not a draft")
         ids = tuple(ids) if ids is not None and ids != "default" else ids
-        return _named(
+        return understand(
             path, DraftConfig.from_hf, raw, ids, **given, num_target_layers=num_target_layers
         )
     config = orbax.read_header(path).config
@@ -330,16 +306,6 @@ def open_draft(
     """`open_target` for the draft that `read_draft_config` found."""
     if orbax.is_checkpoint(path):
         return orbax.Header("draft", config), orbax.stream(path, config, dtype)
-    config = keys.own_tensors(config, hf.read_names(path))
+    config = keys.own_tensors(config, (info.name for info in hf.read_infos(path)))
     leaves = keys.stream_draft(hf.read_tensors(path), config, path, dtype)
     return orbax.Header("draft", config), leaves
-
-
-def _named(path: Path, build, *args, **options):
-    """Puts the checkpoint's name before the errors of its config."""
-    try:
-        return build(*args, **options)
-    except ValueError as e:
-        raise ValueError(f"{path}: {e}") from e
-    except (TypeError, KeyError, AttributeError) as e:
-        raise ValueError(f"{path}: the config is malformed: {one_line(e)}") from e

@@ -7,6 +7,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from dflash_jax.adapters import DraftModel, TargetModel
 from dflash_jax.cache import read_rows
@@ -56,12 +58,35 @@ def random_params(config: TargetConfig | DraftConfig, seed: int, dtype=jnp.float
     return keys.nest({path: draw(path, s) for path, s in keys.expected_shapes(config).items()})
 
 
+def assemble(tensors, expected, source, dtype=None):
+    """The tree of a checkpoint's tensors, as loading builds it."""
+    return keys.build(keys.stream(tensors, expected, source, dtype), expected)
+
+
+def assemble_draft(tensors, config, source, dtype=None):
+    leaves = keys.stream_draft(tensors, config, source, dtype)
+    return keys.build(leaves, keys.expected_shapes(config))
+
+
 def random_target(config: TargetConfig = TARGET, seed: int = 0, dtype=jnp.float32) -> Target:
     return Target(config, random_params(config, seed, dtype), (), source=Path())
 
 
 def random_draft(config: DraftConfig = DRAFT, seed: int = 1, dtype=jnp.float32) -> Draft:
     return Draft(config, random_params(config, seed, dtype), source=Path())
+
+
+def byte_tokenizer(
+    template: str | None = None, extra: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of single bytes, 256 ids, and then the `extra` tokens."""
+    alphabet = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *extra]
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    wrapped.chat_template = template
+    return wrapped
 
 
 @dataclasses.dataclass(frozen=True)

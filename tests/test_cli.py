@@ -2,8 +2,7 @@ import json
 import shutil
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from fakes import byte_tokenizer
 
 from dflash_jax import bench
 from dflash_jax.cli import encode, main
@@ -19,12 +18,7 @@ def pair(golden, tmp_path_factory):
     target, draft = root / "target", root / "draft"
     shutil.copytree(golden / "targets" / "qwen3_gqa", target)
     shutil.copytree(golden / "drafts" / "dflash_full", draft)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    wrapped.chat_template = TEMPLATE
+    wrapped = byte_tokenizer(TEMPLATE)
     wrapped.save_pretrained(target)
     return ["--target", str(target), "--draft", str(draft)], target, draft
 

@@ -22,6 +22,14 @@ def speculators(layers=(), **changes):
     return {**SPECULATORS, "transformer_layer_config": inner, **changes}
 
 
+def test_vllms_taps_count_from_one_and_must_say_the_same():
+    eagle = {"eagle_aux_hidden_state_layer_ids": [1, 3]}
+    for config in (nested(**eagle), {**nested(target_layer_ids=None), **eagle}):
+        assert DraftConfig.from_hf(config).target_layer_ids == (0, 2)
+    with pytest.raises(ValueError, match=r"eagle_aux_hidden_state_layer_ids=\[1, 3\] must be"):
+        DraftConfig.from_hf(nested(**eagle, target_layer_ids=[1, 3]))
+
+
 def layouts(config):
     return [(config.window(i), config.causal(i)) for i in range(config.num_hidden_layers)]
 

@@ -82,7 +82,7 @@ def test_a_golden_draft_goes_to_ours_and_back_bit_for_bit(name, tmp_path, capsys
     run(orbax_to_hf.main, tmp_path / "ours", tmp_path / "back", "--dialect", dialect)
     assert lost(capsys.readouterr().err) == set()
     assert_same(tensors_of(tmp_path / "back"), tensors_of(source))
-    assert not any("codebook.weight" in name for name in hf.read_names(tmp_path / "back"))
+    assert not any("codebook.weight" in info.name for info in hf.read_infos(tmp_path / "back"))
     back = pair.read_draft_config(tmp_path / "back")
     assert back == orbax.read_header(tmp_path / "ours").config
     again = pair.read_draft(tmp_path / "back", back)

@@ -2,10 +2,12 @@ import contextlib
 import json
 import math
 import re
+import struct
 
 import gguf
 import numpy as np
 import pytest
+from fakes import assemble
 from safetensors.numpy import load_file
 
 from convert import hf_to_orbax, orbax_to_hf
@@ -246,13 +248,27 @@ def test_every_truncation_of_a_file_is_an_error_naming_it(llama, tmp_path):
         assert "\n" not in str(e.value)
 
 
+def test_tensors_that_do_not_fill_the_file_one_after_another_are_an_error(llama, tmp_path):
+    path = write(tmp_path / "m.gguf", "llama", *llama)
+    whole = path.read_bytes()
+    first = next(
+        iter(llama[1].values())
+    ).nbytes  # where the second float32 (format 0) tensor starts
+    place = struct.pack("<IQ", 0, first)
+    assert whole.count(place) == 1
+    for broken in (whole.replace(place, struct.pack("<IQ", 0, 0)), whole.replace(place, struct.pack("<IQ", 1, first)), whole + bytes(64)):  # fmt: skip
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"not at|before the file does"):
+            list(reader.read_tensors(path))
+
+
 def load_config(path):
     return TargetConfig.from_hf(reader.read_config(path))
 
 
 def load(path):
     config = load_config(path)
-    return keys.assemble(reader.read_tensors(path), keys.expected_shapes(config), path)
+    return assemble(reader.read_tensors(path), keys.expected_shapes(config), path)
 
 
 def test_a_corrupt_header_reads_as_something_or_is_a_value_error(llama, tmp_path):

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from fakes import assemble
 from safetensors.numpy import load_file
 
 from dflash_jax.checkpoint import keys
@@ -80,7 +81,7 @@ def test_expected_shapes_are_the_checkpoints_own(golden, folder):
 
 def test_assembling_copies_every_tensor_bit_for_bit(target):
     expected, tensors = target
-    params = keys.assemble(tensors.items(), expected, "here")
+    params = assemble(tensors.items(), expected, "here")
     for name, value in tensors.items():
         got = np.asarray(keys.flatten(params)[keys.path_of(name)])
         np.testing.assert_array_equal(got.view(np.uint8), value.view(np.uint8))
@@ -88,7 +89,7 @@ def test_assembling_copies_every_tensor_bit_for_bit(target):
 
 def test_assembling_casts_to_the_dtype_asked_for(target):
     expected, tensors = target
-    params = keys.assemble(tensors.items(), expected, "here", jnp.bfloat16)
+    params = assemble(tensors.items(), expected, "here", jnp.bfloat16)
     got = params["layers_1"]["mlp"]["up_proj"]["weight"]
     np.testing.assert_array_equal(np.asarray(got), tensors[UP].astype(ml_dtypes.bfloat16))
 
@@ -101,7 +102,7 @@ def test_one_error_names_every_unknown_missing_duplicated_and_misshapen_tensor(t
     tensors["model.norm.weight"] = np.ones((47,), np.float32)
     tensors["embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
     with pytest.raises(ValueError, match="at fault") as e:
-        keys.assemble(tensors.items(), expected, "some/folder")
+        assemble(tensors.items(), expected, "some/folder")
     text = str(e.value)
     assert "\n" not in text
     for part in (
@@ -122,29 +123,29 @@ def test_nan_and_infinities_are_an_error_naming_the_tensor(target, dtype, value)
     tensors[UP] = tensors[UP].astype(dtype)
     tensors[UP][3, 4] = value
     with pytest.raises(ValueError, match=f"{UP} .* NaN or infinities"):
-        keys.assemble(tensors.items(), expected, "here")
+        assemble(tensors.items(), expected, "here")
 
 
 def test_a_matrix_of_zeros_is_an_error_but_a_zero_bias_is_not(golden):
     expected, tensors = read(golden / "targets/qwen3_bias_yarn")
     tensors["model.layers.0.self_attn.q_proj.bias"][:] = 0
-    keys.assemble(tensors.items(), expected, "here")
+    assemble(tensors.items(), expected, "here")
     tensors[UP][:] = 0
     with pytest.raises(ValueError, match=f"{UP} .* all zeros"):
-        keys.assemble(tensors.items(), expected, "here")
+        assemble(tensors.items(), expected, "here")
 
 
 def test_quantised_integers_are_never_taken_for_weights(target):
     expected, tensors = target
     tensors[UP] = np.ones(tensors[UP].shape, np.int8)
     with pytest.raises(ValueError, match=f"{UP} .* int8, not floats"):
-        keys.assemble(tensors.items(), expected, "here", jnp.float32)
+        assemble(tensors.items(), expected, "here", jnp.float32)
 
 
 def test_rotary_buffers_are_dropped(target):
     expected, tensors = target
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones((4,), np.float32)
-    assert keys.flatten(keys.assemble(tensors.items(), expected, "here")).keys() == expected.keys()
+    assert keys.flatten(assemble(tensors.items(), expected, "here")).keys() == expected.keys()
 
 
 @pytest.mark.parametrize("head_first", [True, False])
@@ -152,14 +153,14 @@ def test_a_tied_targets_head_must_equal_the_embedding(tied, head_first):
     expected, tensors = tied
     head = {"lm_head.weight": tensors["model.embed_tokens.weight"].copy()}
 
-    def assemble():
+    def whole():
         both = {**head, **tensors} if head_first else {**tensors, **head}
-        return keys.assemble(both.items(), expected, "here")
+        return assemble(both.items(), expected, "here")
 
-    assert "lm_head" not in assemble()
+    assert "lm_head" not in whole()
     head["lm_head.weight"][5, 5] += 1e-6
     with pytest.raises(ValueError, match=r"lm_head\.weight differs from the embedding"):
-        assemble()
+        whole()
 
 
 def test_a_flat_draft_with_an_embedding_or_head_of_its_own_is_refused(golden):
@@ -168,13 +169,13 @@ def test_a_flat_draft_with_an_embedding_or_head_of_its_own_is_refused(golden):
     with pytest.raises(
         ValueError, match=r"unknown embed_tokens.*unknown lm_head\.weight \[256, 48\]"
     ):
-        keys.assemble(tensors.items(), expected, "here")
+        assemble(tensors.items(), expected, "here")
 
 
 def test_a_draft_under_a_model_prefix_is_the_same(golden):
     expected, tensors = read(golden / "drafts/dflash_headdim")
     prefixed = {f"model.{name}": value for name, value in tensors.items()}
-    params = keys.assemble(prefixed.items(), expected, "here")
+    params = assemble(prefixed.items(), expected, "here")
     np.testing.assert_array_equal(params["fc"]["weight"], tensors["fc.weight"])
 
 
@@ -182,4 +183,4 @@ def test_an_untied_target_without_its_head_is_an_error(target):
     expected, tensors = target
     del tensors["lm_head.weight"]
     with pytest.raises(ValueError, match=r"missing lm_head\.weight"):
-        keys.assemble(tensors.items(), expected, "here")
+        assemble(tensors.items(), expected, "here")

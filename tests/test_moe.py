@@ -11,6 +11,7 @@ from fakes import (
     TARGET,
     VOCAB,
     Decoder,
+    assemble,
     new_tokens,
     prompts_of,
     random_draft,
@@ -139,7 +140,7 @@ def test_experts_are_stacked_in_order_from_either_form(checkpoint, dtype):
     assert expected["layers_0/mlp/experts/gate_proj/weight"] == (4, 24, 48)
     assert expected["layers_0/mlp/experts/down_proj/weight"] == (4, 48, 24)
     for form in (tensors, dict(reversed(tensors.items())), fused(tensors)):
-        params = keys.assemble(form.items(), expected, "here", dtype)
+        params = assemble(form.items(), expected, "here", dtype)
         stack = params["layers_1"]["mlp"]["experts"]["up_proj"]["weight"]
         np.testing.assert_array_equal(stack[2], jnp.asarray(tensors[UP], stack.dtype))
         assert keys.flatten(params).keys() == expected.keys()
@@ -154,7 +155,7 @@ def test_every_fault_of_an_expert_is_named(checkpoint):
     tensors[UP.removeprefix("model.")] = tensors[UP]
     tensors["model.layers.2.mlp.experts.0.up_proj.weight"][3, 4] = np.nan
     with pytest.raises(ValueError, match="5 tensors at fault") as e:
-        keys.assemble(tensors.items(), expected, "here")
+        assemble(tensors.items(), expected, "here")
     for part in (
         f"missing {at}.1.gate_proj.weight [24, 48]",
         f"unknown {at}.4.up_proj.weight [24, 48]",
@@ -169,8 +170,8 @@ def test_experts_of_two_dtypes_are_an_error(checkpoint):
     expected, tensors = checkpoint
     tensors[UP] = tensors[UP].astype(np.float16)
     with pytest.raises(ValueError, match=r"experts/2/up_proj/weight holds float16"):
-        keys.assemble(tensors.items(), expected, "here")
-    keys.assemble(tensors.items(), expected, "here", jnp.float32)
+        assemble(tensors.items(), expected, "here")
+    assemble(tensors.items(), expected, "here", jnp.float32)
 
 
 def test_experts_may_be_spread_over_shards(folder, checkpoint, tmp_path):

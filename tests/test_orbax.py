@@ -203,6 +203,8 @@ def test_a_kind_that_is_not_the_configs_is_refused(draft, tmp_path):
         ({"version": 2}, "version=2 must be 1"),
         ({"kind": "critic"}, "kind='critic'"),
         ({"config": {}}, "not a complete config"),
+        ({"stop_token_ids": "12"}, "not a complete config"),
+        ({"pad_token_id": "0"}, "not a complete config"),
         ({"stop_token_ids": None}, "not a complete config"),
     ],
 )
@@ -211,6 +213,22 @@ def test_a_header_that_is_not_understood_is_an_error(saved, change, said):
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(ValueError, match=said):
         orbax.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hidden_size", 48.0), ("qk_norm", 1), ("rms_norm_eps", "1e-6"), ("layer_types", [1, 2]), ("is_causal", "no"),
+        ("num_hidden_layers", 10**9), ("block_size", 2**40), ("input_embedding_scale", float("nan")), ("surprise", 1),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_type_is_an_error_naming_it(saved, field, value):
+    path = saved / "config.json"
+    raw = json.loads(path.read_text())
+    raw["config"][field] = value
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=f"{field}="):
+        orbax.read_header(saved)
 
 
 def test_parameters_that_do_not_fit_the_header_are_an_error(saved):

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from benchmarks import conversion
 from convert import hf_to_orbax
 from dflash_jax import pair
-from dflash_jax.checkpoint import hf, keys, orbax, stream
+from dflash_jax.checkpoint import export, hf, keys, orbax, stream
 
 ROOT = Path(__file__).parent.parent
 TENSORS = {
@@ -32,10 +32,11 @@ SHAPES = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in TENSORS.it
 
 def to_hugging_face(source, destination, shard_bytes=stream.SHARD_BYTES):
     """Writes the tensors of an Orbax target leaf by leaf."""
+    config = orbax.read_header(source).config
     destination.mkdir()
     stream.write_tensors(
-        destination, orbax.stream(source, orbax.read_header(source).config),
-        orbax.read_shapes(source / "params"), functools.partial(keys.tensors, prefix="model."), shard_bytes,
+        destination, orbax.stream(source, config), orbax.read_shapes(source / "params"),
+        functools.partial(export.tensors, config), shard_bytes,
     )  # fmt: skip
 
 

@@ -9,13 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import DRAFT, TARGET, prompts_of, random_draft, random_params, random_target
+from fakes import (
+    DRAFT,
+    TARGET,
+    assemble,
+    assemble_draft,
+    prompts_of,
+    random_draft,
+    random_params,
+    random_target,
+)
 from safetensors.numpy import load_file, save_file
 
 from dflash_jax import generate, load_draft, load_target
 from dflash_jax.adapters import DraftModel, TargetModel, bind
 from dflash_jax.cache import KVCache
-from dflash_jax.checkpoint import export, keys, orbax
+from dflash_jax.checkpoint import export, orbax
 from dflash_jax.config import DFlash2, DraftConfig
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.models.transformer import Transformer
@@ -34,26 +43,26 @@ def reduced(golden):
 
 def test_d2t_is_an_offset_and_t2d_is_checked_then_dropped(reduced):
     config, tensors = reduced
-    params = keys.assemble_draft(tensors.items(), config, "here", jnp.bfloat16)
+    params = assemble_draft(tensors.items(), config, "here", jnp.bfloat16)
     assert "t2d" not in params
     assert params["d2t"].dtype == jnp.int32
     assert params["lm_head"]["weight"].dtype == jnp.bfloat16
     ids = np.asarray(params["d2t"]) + np.arange(96)
     np.testing.assert_array_equal(ids, np.flatnonzero(tensors["t2d"]))
     del tensors["t2d"]
-    keys.assemble_draft(tensors.items(), config, "here")
+    assemble_draft(tensors.items(), config, "here")
 
 
 def test_tables_that_disagree_are_an_error(reduced):
     config, tensors = reduced
     other = {**tensors, "t2d": ~tensors["t2d"]}
     with pytest.raises(ValueError, match="here: t2d and d2t name different ids"):
-        keys.assemble_draft(other.items(), config, "here")
+        assemble_draft(other.items(), config, "here")
     for entry, value in ((95, 200), (0, -1), (3, -50)):
         wrong = tensors["d2t"].copy()
         wrong[entry] = value
         with pytest.raises(ValueError, match=r"i \+ d2t\[i\] must be ascending ids in \[0, 256\)"):
-            keys.assemble_draft({**tensors, "d2t": wrong}.items(), config, "here")
+            assemble_draft({**tensors, "d2t": wrong}.items(), config, "here")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +80,7 @@ def test_a_faulty_vocabulary_tensor_is_an_error_naming_it(reduced, change, named
     config, tensors = reduced
     change(tensors)
     with pytest.raises(ValueError, match=named):
-        keys.assemble_draft(tensors.items(), config, "here")
+        assemble_draft(tensors.items(), config, "here")
 
 
 @pytest.mark.parametrize("suffix", ["", ".weight"])
@@ -79,10 +88,10 @@ def test_codebooks_go_with_and_without_a_suffix_but_not_both(suffix):
     name = "candidate_selector.predecessor_codebook"
     value = np.ones((4, 2), np.float32)
     expected = {"candidate_selector/predecessor_codebook": (4, 2)}
-    params = keys.assemble([(name + suffix, value)], expected, "here")
+    params = assemble([(name + suffix, value)], expected, "here")
     assert params["candidate_selector"]["predecessor_codebook"].shape == (4, 2)
     with pytest.raises(ValueError, match="duplicated"):
-        keys.assemble([(name, value), (name + ".weight", value)], expected, "here")
+        assemble([(name, value), (name + ".weight", value)], expected, "here")
 
 
 def test_a_draft_with_a_reduced_vocabulary_survives_orbax_but_not_the_flat_dialect(

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -44,15 +43,6 @@ def split_fused(tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str
                 yield f"{fused[1]}.{e}.gate_proj.weight", matrix[:F]
                 yield f"{fused[1]}.{e}.up_proj.weight", matrix[F:]
         value = matrix = None
-
-
-def unstack(path: str, leaf: Any) -> Iterator[tuple[str, Any]]:
-    """Yields a leaf's tensors and their paths, the inverse of `Stacks`: most leaves are one."""
-    stack = _STACK.fullmatch(path)
-    if stack:
-        yield from ((f"{stack[1]}/{e}/{stack[2]}", leaf[e]) for e in range(len(leaf)))
-    else:
-        yield path, leaf
 
 
 def split_stack(path: str, leaf: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:

@@ -1,20 +1,22 @@
 """Writes drafts and targets as Hugging Face folders, which other systems load."""
 
+import functools
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from safetensors.numpy import save_file
 
 from dflash_jax import array_typing as at
-from dflash_jax.checkpoint import hf, keys
+from dflash_jax.checkpoint import hf, keys, orbax
 from dflash_jax.checkpoint.experts import split_stack
 from dflash_jax.checkpoint.files import atomic_folder, write_json
+from dflash_jax.checkpoint.stream import SHARD_BYTES, write_tensors
 from dflash_jax.config import DraftConfig, TargetConfig, write_flat, write_nested, write_target
 
 Dialect = Literal["zlab", "speculators"]
@@ -30,23 +32,14 @@ def save_draft(
     dialect: Dialect = "zlab",
     verifier: str | None = None,
 ) -> None:
-    """Writes `config.json` and `model.safetensors`; the folder appears whole or not at all.
+    """`write` for a draft's parameter tree, which is checked first.
 
     Args:
-        folder: Must not exist.
         dtype: Of the tensors; published drafts are bfloat16. None keeps each tensor's own.
-        dialect: "zlab", the flat one, which every known consumer reads, or "speculators".
-        verifier: For speculators: the target's hub id or folder.
-
-    Raises:
-        ValueError: If the folder exists, the parameters are not the config's, or the dialect cannot
-            say all of the config.
     """
     keys.check_params(params, config, "the parameters to export")
-    written = draft_json(config, stored_dtype(params, dtype), dialect, verifier)
-    with atomic_folder(folder) as temporary:
-        write_json(temporary / "config.json", written)
-        _save_tensors(temporary, config, params, dtype)
+    given = _cast(params, dtype)
+    write(folder, orbax.Header("draft", config), *given, dialect=dialect, verifier=verifier)
 
 
 def save_target(
@@ -59,39 +52,77 @@ def save_target(
     pad_token_id: int | None = None,
     tokenizer_files: Sequence[Path] = (),
 ) -> None:
-    """Writes `config.json`, `generation_config.json`, `model.safetensors` and the tokenizer's files.
+    """`write` for a target's parameter tree, which is checked first.
+
+    Args:
+        dtype: Of the tensors; None keeps each tensor's own.
+    """
+    keys.check_params(params, config, "the parameters to export")
+    header = orbax.Header("target", config, tuple(stop_token_ids), pad_token_id)
+    write(folder, header, *_cast(params, dtype), tokenizer_files=tokenizer_files)
+
+
+def _cast(
+    params: at.Params, dtype: DTypeLike | None
+) -> tuple[Iterator[tuple[str, np.ndarray]], dict[str, jax.ShapeDtypeStruct]]:
+    """The leaves in another dtype, and their shapes."""
+    leaves = keys.flatten(params)
+    kept = {
+        path: leaf.dtype if dtype is None or path == keys.OFFSETS else jnp.dtype(dtype)
+        for path, leaf in leaves.items()
+    }
+    shapes = {path: jax.ShapeDtypeStruct(x.shape, kept[path]) for path, x in leaves.items()}
+    return ((p, np.asarray(x).astype(kept[p], copy=False)) for p, x in leaves.items()), shapes
+
+
+def write(
+    folder: str | Path,
+    header: orbax.Header,
+    leaves: Iterable[tuple[str, Any]],
+    shapes: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    dialect: Dialect = "zlab",
+    verifier: str | None = None,
+    tokenizer_files: Sequence[Path] = (),
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes a Hugging Face folder, one leaf at a time; it appears whole or not at all.
+
+    `config.json` and the tensors; a target has `generation_config.json` and its tokenizer's files too.
 
     Args:
         folder: Must not exist.
-        dtype: Of the tensors; None keeps each tensor's own.
-        tokenizer_files: Copied beside the parameters.
+        leaves: Pairs (path, array), already checked.
+        shapes: Of the leaves, by path.
+        dialect: A draft's: "zlab", the flat one, which every known consumer reads, or "speculators".
+        verifier: For speculators: the target's hub id or folder.
+        tokenizer_files: Copied beside a target's parameters.
+        shard_bytes: Above it there are several files, and their index.
 
     Raises:
-        ValueError: If the folder exists, the parameters are not the config's, or transformers' config
-            of the family cannot say all of it.
+        ValueError: If the folder exists, `leaves` raises it, or the form cannot say all of the config.
     """
-    keys.check_params(params, config, "the parameters to export")
-    special = {"eos_token_id": _one_or_all(stop_token_ids), "pad_token_id": pad_token_id}
-    written = target_json(config, stored_dtype(params, dtype), stop_token_ids, pad_token_id)
+    config, special = header.config, (header.stop_token_ids, header.pad_token_id)
+    floats = {x.dtype for x in shapes.values() if jnp.issubdtype(x.dtype, jnp.floating)}
+    dtype, files = jnp.result_type(*floats).name, {}
+    if isinstance(config, DraftConfig):
+        files["config.json"] = draft_json(config, dtype, dialect, verifier)
+        tokenizer_files = ()
+    else:
+        files["config.json"] = target_json(config, dtype, *special)
+        files["generation_config.json"] = _special(*special)
     with atomic_folder(folder) as temporary:
-        write_json(temporary / "config.json", written)
-        write_json(temporary / "generation_config.json", special)
+        for name, value in files.items():
+            write_json(temporary / name, value)
         for file in tokenizer_files:
             shutil.copyfile(file, temporary / file.name)
-        _save_tensors(temporary, config, params, dtype)
-
-
-def _save_tensors(
-    folder: Path, config: TargetConfig | DraftConfig, params: at.Params, dtype: DTypeLike | None
-) -> None:
-    pairs = tensors(config, keys.flatten(params).items(), dtype)
-    save_file(dict(pairs), folder / "model.safetensors", metadata={"format": "pt"})
+        named = functools.partial(tensors, config)
+        write_tensors(temporary, leaves, shapes, named, shard_bytes)
 
 
 def tensors(
     config: TargetConfig | DraftConfig,
     leaves: Iterable[tuple[str, Any]],
-    dtype: DTypeLike | None = None,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (Hugging Face name, array) of a checkpoint's tensors, from one leaf after another.
 
@@ -100,7 +131,6 @@ def tensors(
     Args:
         config: Whose leaves they are.
         leaves: Pairs (path, array) as of `keys.flatten`; each may be read when it is asked for.
-        dtype: Of float tensors; None keeps each one's own.
     """
     prefix = "model." if isinstance(config, TargetConfig) else ""
     for path, leaf in leaves:
@@ -112,18 +142,8 @@ def tensors(
             yield "t2d", mask
             continue
         for part, value in split_stack(path, np.asarray(leaf)):
-            value = value if dtype is None else value.astype(dtype, copy=False)
-            yield keys.name_of(part, prefix), np.ascontiguousarray(value)
-
-
-def stored_dtype(params: at.Params, dtype: DTypeLike | None = None) -> str:
-    """The name of the dtype that float tensors are written in; the widest, where they differ."""
-    floats = {
-        leaf.dtype
-        for leaf in keys.flatten(params).values()
-        if jnp.issubdtype(leaf.dtype, jnp.floating)
-    }
-    return jnp.result_type(*floats).name if dtype is None else jnp.dtype(dtype).name
+            yield keys.name_of(part, prefix), value
+        leaf = value = None  # not held while the next is read
 
 
 def draft_json(
@@ -145,12 +165,13 @@ def target_json(
     pad_token_id: int | None = None,
 ) -> dict[str, Any]:
     """A target's whole `config.json`; see `save_target`."""
-    special = {"eos_token_id": _one_or_all(stop_token_ids), "pad_token_id": pad_token_id}
+    special = _special(stop_token_ids, pad_token_id)
     return {**write_target(config), **special, "dtype": dtype, "torch_dtype": dtype}
 
 
-def _one_or_all(ids: Sequence[int]) -> int | list[int] | None:
-    return ids[0] if len(ids) == 1 else list(ids) or None
+def _special(stop_token_ids: Sequence[int], pad_token_id: int | None) -> dict[str, Any]:
+    stop = stop_token_ids[0] if len(stop_token_ids) == 1 else list(stop_token_ids) or None
+    return {"eos_token_id": stop, "pad_token_id": pad_token_id}
 
 
 # Keys that say one thing together: equal if the configs that are read from them agree in it.

@@ -6,9 +6,27 @@ import os
 import shutil
 import signal
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class TensorInfo(NamedTuple):
+    """A tensor without its values.
+
+    Attributes:
+        name: In the checkpoint.
+        dtype: As numpy spells it ("bfloat16"), or a GGUF block format ("Q8_0").
+        shape: As numpy has it.
+        nbytes: In the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -28,6 +46,44 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def token_ids(ids: Any, source: object = "the config") -> tuple[int, ...]:
+    """Stop ids, as a file has them.
+
+    Raises:
+        ValueError: If they are not a list of ids.
+    """
+    known = isinstance(ids, list) and all(type(i) is int and 0 <= i < 2**31 for i in ids)
+    if not known:
+        raise ValueError(f"{source}: eos_token_id={ids!r} must be token ids")
+    return tuple(ids)
+
+
+def understand(path: Path, build: Callable[..., T], *args: Any, **options: Any) -> T:
+    """What `build` makes of a checkpoint's config.
+
+    Raises:
+        ValueError: If it makes nothing of it: one line that begins with the checkpoint's name.
+    """
+    try:
+        return build(*args, **options)
+    except ValueError as e:
+        raise ValueError(f"{path}: {one_line(e, 2000)}") from e
+    except (TypeError, KeyError, AttributeError, OverflowError) as e:
+        raise ValueError(f"{path}: the config is malformed: {one_line(e)}") from e
+
+
+def pad_id(config: Mapping[str, Any], source: object = "the config") -> int | None:
+    """`pad_token_id`; below 0, as some write it, is none.
+
+    Raises:
+        ValueError: If it is no id.
+    """
+    pad = config.get("pad_token_id")
+    if pad is not None and (type(pad) is not int or pad >= 2**31):
+        raise ValueError(f"{source}: pad_token_id={pad!r} must be a token id")
+    return pad if pad is not None and pad >= 0 else None
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

@@ -1,21 +1,14 @@
-"""Reads Llama, Qwen3 and Qwen3-MoE targets from GGUF files, dequantised, with their tokenizer.
+"""Reads Llama, Qwen3 and Qwen3-MoE targets from GGUF files, dequantised, with their tokenizer."""
 
-The header is parsed here: the gguf package's reader makes an object of every token and merge,
-which takes longer than reading the weights. The package's block formats are used as they are.
-"""
-
-import dataclasses
-import functools
 import math
-import mmap
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dflash_jax.checkpoint.files import one_line
+from dflash_jax.checkpoint.files import TensorInfo, one_line, token_ids
+from dflash_jax.checkpoint.gguf_file import File, Tensor, kind_of, load, nbytes_of, open_file
 
 # GGUF's tensor names under Hugging Face's.
 _LAYER = {
@@ -46,149 +39,6 @@ _FIXED = {
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }  # fmt: skip
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # fmt: skip
-_STRING, _ARRAY = 8, 9
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tensor:
-    """One tensor's place in the file; `shape` is numpy's, so the last axis is contiguous."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: int
-    offset: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _File:
-    path: Path
-    size: int
-    start: int  # of the tensors' bytes
-    metadata: dict[str, Any]
-    tensors: tuple[_Tensor, ...]
-
-    def get(self, key: str) -> Any:
-        """A value that must be there."""
-        if key not in self.metadata:
-            raise ValueError(f"the GGUF metadata lacks {key}")
-        return self.metadata[key]
-
-
-class _Cursor:
-    """Reads little-endian values one after another."""
-
-    def __init__(self, buffer: mmap.mmap):
-        self.buffer, self.at = buffer, 0
-
-    def take(self, code: str, count: int = 1) -> tuple:
-        fmt = f"<{count}{code}"
-        values = struct.unpack_from(fmt, self.buffer, self.at)
-        self.at += struct.calcsize(fmt)
-        return values
-
-    def one(self, code: str) -> Any:
-        return self.take(code)[0]
-
-    def string(self) -> str:
-        size = self.one("Q")
-        end = self.at + size
-        if end > len(self.buffer):
-            raise ValueError(f"a string of {size} bytes reaches past the end")
-        text = self.buffer[self.at : end].decode("utf-8")
-        self.at = end
-        return text
-
-    def value(self) -> Any:
-        kind = self.one("I")
-        if kind == _STRING:
-            return self.string()
-        if kind != _ARRAY:
-            return self.one(_SCALARS[kind])
-        kind, count = self.one("I"), self.one("Q")
-        if count > len(self.buffer) - self.at:
-            raise ValueError(f"an array of {count} values reaches past the end")
-        if kind == _STRING:
-            return [self.string() for _ in range(count)]
-        return list(self.take(_SCALARS[kind], count))
-
-
-def _open(path: Path) -> _File:
-    """The parsed header; the newest one is kept, while the file is unchanged.
-
-    Raises:
-        ValueError: For an unreadable file.
-    """
-    try:
-        stat = path.stat()
-        return _parse(path, stat.st_mtime_ns, stat.st_size)
-    except KeyError as e:
-        raise ValueError(f"{path} is not a readable GGUF file: unknown value type {e}") from e
-    except (OSError, ValueError, struct.error, OverflowError, MemoryError) as e:
-        raise ValueError(f"{path} is not a readable GGUF file: {one_line(e)}") from e
-
-
-@functools.lru_cache(maxsize=1)
-def _parse(path: Path, mtime: int, size: int) -> _File:
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as buffer:
-        start, metadata, tensors = _parse_header(buffer)
-    if start > size:
-        raise ValueError(f"it ends at byte {size}, before its tensors")
-    return _File(path, size, start, metadata, tensors)
-
-
-def _parse_header(buffer: mmap.mmap) -> tuple[int, dict[str, Any], tuple[_Tensor, ...]]:
-    """The first byte of the tensors, the metadata, and where each tensor is."""
-    cursor = _Cursor(buffer)
-    magic, version = buffer[:4], None
-    if magic == b"GGUF":
-        cursor.at = 4
-        version = cursor.one("I")
-    if version not in (2, 3):
-        raise ValueError(f"magic {magic!r} and version {version} are not b'GGUF' and 2 or 3")
-    tensor_count, entries = cursor.take("Q", 2)
-    metadata = {}
-    for _ in range(entries):
-        key = cursor.string()
-        metadata[key] = cursor.value()
-    tensors = []
-    for _ in range(tensor_count):
-        name = cursor.string()
-        shape = cursor.take("Q", cursor.one("I"))[::-1]
-        kind, offset = cursor.one("I"), cursor.one("Q")
-        tensors.append(_Tensor(name, shape, kind, offset))
-    alignment = metadata.get("general.alignment", 32)
-    return -(-cursor.at // alignment) * alignment, metadata, tuple(tensors)
-
-
-def _load(file: _File, tensor: _Tensor) -> np.ndarray:
-    """A tensor's values in float32.
-
-    Raises:
-        ValueError: If the file is too short for it, or its block format is unknown.
-    """
-    try:
-        import gguf
-    except ImportError as e:
-        raise ValueError("reading GGUF needs the gguf package: pip install gguf") from e
-    kind = gguf.GGMLQuantizationType(tensor.kind)
-    block, size = gguf.GGML_QUANT_SIZES[kind]
-    count = math.prod(tensor.shape)
-    if not tensor.shape or tensor.shape[-1] % block:
-        raise ValueError(f"shape {list(tensor.shape)} is no whole number of {kind.name} blocks")
-    nbytes = count // block * size
-    end = file.start + tensor.offset + nbytes
-    if end > file.size:
-        raise ValueError(f"it ends {end - file.size} bytes past the end of the file")
-    # A plain read: pages of a mapped file would count as memory in use.
-    data = np.fromfile(file.path, np.uint8, nbytes, offset=file.start + tensor.offset)
-    rows = data.reshape(*tensor.shape[:-1], -1)
-    if kind == gguf.GGMLQuantizationType.F32:
-        return rows.view(np.float32)
-    if kind == gguf.GGMLQuantizationType.F16:
-        return rows.view(np.float16).astype(np.float32)
-    return gguf.dequantize(rows, kind).astype(np.float32, copy=False)
-
 
 def read_config(path: Path) -> dict[str, Any]:
     """The file's metadata as a Hugging Face `config.json`.
@@ -197,14 +47,14 @@ def read_config(path: Path) -> dict[str, Any]:
         ValueError: For an unreadable file, another architecture, or metadata that is missing or that
             this reader does not know.
     """
-    file = _open(path)
+    file = open_file(path)
     try:
         return _config(file)
-    except (ValueError, TypeError, OverflowError) as e:
+    except (ValueError, TypeError, OverflowError) as e:  # a value of another type than its key's
         raise ValueError(f"{path}: {one_line(e)}") from e
 
 
-def _config(file: _File) -> dict[str, Any]:
+def _config(file: File) -> dict[str, Any]:
     arch = file.get("general.architecture")
     if arch not in _FAMILIES:
         raise ValueError(f"architecture {arch!r} is not supported, only {', '.join(_FAMILIES)}")
@@ -251,7 +101,7 @@ def _decimal(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _mixture(file: _File, arch: str) -> dict[str, Any]:
+def _mixture(file: File, arch: str) -> dict[str, Any]:
     return {
         "num_experts": file.get(f"{arch}.expert_count"),
         "num_experts_per_tok": file.get(f"{arch}.expert_used_count"),
@@ -260,7 +110,7 @@ def _mixture(file: _File, arch: str) -> dict[str, Any]:
     }
 
 
-def _rope(file: _File, arch: str, head_dim: int) -> dict[str, Any]:
+def _rope(file: File, arch: str, head_dim: int) -> dict[str, Any]:
     """`rope_parameters`; linear and yarn scaling from the metadata, llama3's from its table."""
 
     def get(key: str, default: Any = None) -> Any:
@@ -273,7 +123,7 @@ def _rope(file: _File, arch: str, head_dim: int) -> dict[str, Any]:
     table = [t for t in file.tensors if t.name == _ROPE_TABLE]
     if table and kind == "none":
         originals = dict.fromkeys((trained, 8192, context))
-        return plain | _llama3(_load(file, table[0]).ravel(), theta, head_dim, list(originals))
+        return plain | _llama3(load(file, table[0]).ravel(), theta, head_dim, list(originals))
     if table or kind not in ("none", "linear", "yarn"):
         raise ValueError(
             f"{arch}.rope.scaling.type={kind!r}{' with a table' if table else ''} is not supported, "
@@ -325,9 +175,21 @@ def read_stop_token_ids(path: Path) -> tuple[int, ...]:
     Raises:
         ValueError: For an unreadable file.
     """
-    metadata = _open(path).metadata
+    metadata = open_file(path).metadata
     ids = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
-    return tuple(dict.fromkeys(i for i in ids if i is not None))
+    return token_ids(list(dict.fromkeys(i for i in ids if i is not None)), path)
+
+
+def read_infos(path: Path) -> Iterator[TensorInfo]:
+    """Yields the file's tensors, under their Hugging Face names, without their values.
+
+    Raises:
+        ValueError: For an unreadable file.
+    """
+    for tensor in open_file(path).tensors:
+        yield TensorInfo(
+            _hf_name(tensor)[0], kind_of(tensor)[0].name, tensor.shape, nbytes_of(tensor)
+        )
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
@@ -336,28 +198,36 @@ def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     Raises:
         ValueError: For an unreadable or truncated file, or a tensor in an unknown format.
     """
-    file, config = _open(path), read_config(path)
+    file, config = open_file(path), read_config(path)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for tensor in file.tensors:
         if tensor.name == _ROPE_TABLE:  # part of the config
             continue
-        stem, _, suffix = tensor.name.rpartition(".")
-        name, part = _TOP.get(stem), None
-        if stem.startswith("blk.") and stem.count(".") == 2:
-            _, layer, part = stem.split(".")
-            name = f"model.layers.{layer}.{_LAYER[part]}" if part in _LAYER else None
+        name, part = _hf_name(tensor)
         try:
-            value = _load(file, tensor)
+            value = load(file, tensor)
             if config["model_type"] == "llama" and part in heads:
                 value = _half_split(value, heads[part])
         # gguf's own answer to a format that it cannot dequantise is NotImplementedError.
         except (ValueError, KeyError, NotImplementedError) as e:
             raise ValueError(f"{path}: tensor {tensor.name!r} cannot be read: {one_line(e)}") from e
-        name = f"{name or stem}.{suffix}"  # `assemble` reports names that it does not know
         if "{}" in name:
             yield from ((name.format(e), matrix) for e, matrix in enumerate(value))
         else:
             yield name, value
+
+
+def _hf_name(tensor: Tensor) -> tuple[str, str | None]:
+    """A tensor's Hugging Face name, or its own if unknown, for `stream` to report; and its part of a layer.
+
+    A "{}" in the name stands for the expert.
+    """
+    stem, _, suffix = tensor.name.rpartition(".")
+    if not stem.startswith("blk.") or stem.count(".") != 2:
+        return f"{_TOP.get(stem, stem)}.{suffix}", None
+    _, layer, part = stem.split(".")
+    known = f"model.layers.{layer}.{_LAYER[part]}" if part in _LAYER else stem
+    return f"{known}.{suffix}", part
 
 
 def _half_split(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -374,7 +244,7 @@ def read_tokenizer(path: Path):
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
-    metadata = _open(path).metadata
+    metadata = open_file(path).metadata
 
     def get(key: str) -> Any:
         return metadata.get(f"tokenizer.{key}")

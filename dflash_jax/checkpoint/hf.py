@@ -2,8 +2,9 @@
 
 import dataclasses
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -11,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
-from dflash_jax.checkpoint.files import one_line, read_json
+from dflash_jax.checkpoint.files import TensorInfo, one_line, read_json, token_ids
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Of safetensors' dtype names; the eight-bit floats only so that an error can name them.
@@ -79,7 +80,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def is_draft(config: Mapping[str, Any]) -> bool:
     """Whether a `config.json` is a draft's."""
-    names = config.get("architectures") or ()
+    names = config.get("architectures")
+    names = names if isinstance(names, list) else ()
     return any(key in config for key in ("dflash_config", "speculators_model_type")) or any(
         family in str(name) for name in names for family in ("DFlash", "Domino", "DSpark")
     )
@@ -91,34 +93,40 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
     Raises:
         ValueError: If a file is missing, truncated or corrupt, or the index and the shards disagree.
     """
-    if (folder / WEIGHTS).is_file():
-        yield from _read_file(folder / WEIGHTS)
-        return
-    if not (folder / INDEX).is_file():
-        raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}")
-    shards = _read_index(folder / INDEX)
-    for shard, names in shards.items():
-        if not (folder / shard).is_file():
-            raise ValueError(f"{folder / INDEX} names the shard {shard}, which is missing")
-        found = read_header(folder / shard).keys()
-        if found != names:
-            raise ValueError(
-                f"{folder / shard} and its index disagree about {sorted(found ^ names)}"
-            )
-        yield from _read_file(folder / shard)
+    for path, told in _files(folder):
+        _check_index(path, read_header(path).keys(), told)
+        yield from _read_file(path)
 
 
-def read_names(folder: Path) -> frozenset[str]:
-    """Names of the folder's tensors, without their values.
+def read_infos(folder: Path) -> Iterator[TensorInfo]:
+    """Yields the folder's tensors without their values.
 
     Raises:
         ValueError: As `read_tensors`.
     """
+    for path, told in _files(folder):
+        header = read_header(path)
+        _check_index(path, header.keys(), told)
+        for name, e in header.items():
+            yield TensorInfo(name, e.dtype.name, e.shape, math.prod(e.shape) * e.dtype.itemsize)
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, set[str] | None]]:
+    """The folder's weight files, and which names the index says are in each."""
     if (folder / WEIGHTS).is_file():
-        return frozenset(read_header(folder / WEIGHTS))
+        yield folder / WEIGHTS, None
+        return
     if not (folder / INDEX).is_file():
         raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}")
-    return frozenset().union(*_read_index(folder / INDEX).values())
+    for shard, names in _read_index(folder / INDEX).items():
+        if not (folder / shard).is_file():
+            raise ValueError(f"{folder / INDEX} names the shard {shard}, which is missing")
+        yield folder / shard, names
+
+
+def _check_index(path: Path, found: Set[str], told: Set[str] | None) -> None:
+    if told is not None and found != told:
+        raise ValueError(f"{path} and its index disagree about {sorted(found ^ told)}")
 
 
 def _read_index(path: Path) -> dict[str, set[str]]:
@@ -195,10 +203,7 @@ def read_stop_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, .
     path = folder / "generation_config.json"
     ids = read_json(path).get("eos_token_id") if path.is_file() else None
     ids = config.get("eos_token_id") if ids is None else ids
-    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    if any(not isinstance(i, int) or isinstance(i, bool) or i < 0 for i in ids):
-        raise ValueError(f"{folder}: eos_token_id={ids!r} must be token ids")
-    return tuple(ids)
+    return token_ids([] if ids is None else ids if isinstance(ids, list) else [ids], folder)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ import hashlib
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,14 @@ from jax.typing import DTypeLike
 
 from dflash_jax import array_typing as at
 from dflash_jax.cache import KVCache
-from dflash_jax.checkpoint.experts import Stacks, split_fused, tensor_shapes, unstack
+from dflash_jax.checkpoint.experts import Stacks, split_fused, tensor_shapes
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.models.transformer import Transformer
 
 _EMBEDDING, _HEAD = "embed_tokens/weight", "lm_head/weight"
-OFFSETS = "d2t"  # the one leaf of integers
+# A reduced vocabulary's: the one leaf of integers, and the same as booleans.
+OFFSETS, _MASK = "d2t", "t2d"
 _BUFFER = "rotary_emb.inv_freq"  # follows from the config
 _FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 
@@ -46,14 +47,6 @@ def name_of(path: str, prefix: str = "") -> str:
     """Hugging Face's tensor name of our path; a target's `prefix` is `model.`, which the head goes without."""
     name = re.sub(r"^layers_(\d+)/", r"layers.\1/", path).replace("/", ".")
     return name if path == _HEAD else prefix + name
-
-
-def tensors(leaves: Iterable[tuple[str, Any]], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the tensors (Hugging Face name, array) of pairs (path, leaf): experts one by one."""
-    for path, leaf in leaves:
-        for part, matrix in unstack(path, leaf):
-            yield name_of(part, prefix), matrix
-        leaf = matrix = None  # not held while the next is read
 
 
 def blank(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
@@ -79,43 +72,42 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+class Fault(NamedTuple):
+    """One thing that is wrong with a checkpoint's tensors.
+
+    Attributes:
+        kind: "unknown", "missing", "misshapen", "duplicated", "values", "tied" or "vocabulary".
+        name: The tensor's name in the checkpoint.
+        said: One line for people.
+    """
+
+    kind: str
+    name: str
+    said: str
+
+
 @functools.lru_cache(maxsize=8)
 def expected_shapes(config: TargetConfig | DraftConfig) -> Mapping[str, tuple[int, ...]]:
     """The shape of every parameter by path, without allocating any."""
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
     if isinstance(config, DraftConfig):
-        x = jnp.zeros((config.hidden_size, 1, config.block_size))
-        context = jnp.zeros(
-            (len(config.target_layer_ids) * config.hidden_size, 1, config.block_size)
-        )
-        anchors = jnp.zeros((1, 1), jnp.int32)
-        draft = DFlashDraftModel(config)
-        tree = jax.eval_shape(
-            lambda k: draft.init(k, x, context, anchors, method="every_parameter")["params"], key
-        )
+        width, Q = config.hidden_size, min(config.block_size, 2)  # no shape depends on it
+        x = jax.ShapeDtypeStruct((width, 1, Q), jnp.float32)
+        context = jax.ShapeDtypeStruct((len(config.target_layer_ids) * width, 1, Q), jnp.float32)
+        anchors = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        init = functools.partial(DFlashDraftModel(config).init, method="every_parameter")
+        tree = jax.eval_shape(init, key, x, context, anchors)["params"]
     else:
-        heads, width = config.num_key_value_heads, config.head_dim
-        cache = KVCache.zeros(config.num_hidden_layers, 1, heads, 1, width, jnp.float32)
-        tokens = jnp.zeros((1, 1), jnp.int32)
-        target = Transformer(config)
 
-        def every_parameter(module, tokens, cache):
+        def every_parameter(module, tokens):
+            c = config
+            cache = KVCache.zeros(c.num_hidden_layers, 1, c.num_key_value_heads, 1, c.head_dim, jnp.float32)  # fmt: skip
             return module.logits(module(tokens, cache)[0])
 
-        tree = jax.eval_shape(
-            lambda k: target.init(k, tokens, cache, method=every_parameter)["params"], key
-        )
+        tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+        init = functools.partial(Transformer(config).init, method=every_parameter)
+        tree = jax.eval_shape(init, key, tokens)["params"]
     return types.MappingProxyType({path: leaf.shape for path, leaf in flatten(tree).items()})
-
-
-def assemble(
-    tensors: Iterable[tuple[str, np.ndarray]],
-    expected: Mapping[str, tuple[int, ...]],
-    source: object,
-    dtype: DTypeLike | None = None,
-) -> at.Params:
-    """The parameter tree of `stream`'s leaves."""
-    return build(stream(tensors, expected, source, dtype), expected)
 
 
 def build(leaves: Iterable[tuple[str, Any]], order: Iterable[str]) -> at.Params:
@@ -147,7 +139,7 @@ def stream(
             floats, hold NaN or infinities, or are matrices of zeros.
     """
     shapes, stacks = tensor_shapes(expected), Stacks(expected)
-    audit = _Audit(shapes, tied=_EMBEDDING in expected and _HEAD not in expected)
+    audit = _Audit(shapes, tied=_is_tied(expected))
     for name, value in split_fused(tensors):
         path = path_of(name)
         if not name.endswith(_BUFFER) and audit.accepts(name, path, value):
@@ -157,18 +149,7 @@ def stream(
                 yield whole
             del whole
         del value  # the next is read before it would be
-    prefix = "" if "fc/weight" in expected else "model."
-    audit.finish(source, lambda path: name_of(path, prefix))
-
-
-def assemble_draft(
-    tensors: Iterable[tuple[str, np.ndarray]],
-    config: DraftConfig,
-    source: object,
-    dtype: DTypeLike | None = None,
-) -> at.Params:
-    """The parameter tree of `stream_draft`'s leaves."""
-    return build(stream_draft(tensors, config, source, dtype), expected_shapes(config))
+    audit.refuse(source, lambda path: name_of(path, prefix_of(expected)))
 
 
 def stream_draft(
@@ -186,34 +167,64 @@ def stream_draft(
 
     def others():
         for name, value in tensors:
-            if config.draft_vocab_size is not None and path_of(name) == "t2d":
+            if config.draft_vocab_size is not None and path_of(name) == _MASK:
                 masks.append(value)
             else:
                 yield name, value
             del value
 
-    ids = np.empty(0, int)
+    offsets = np.empty(0, int)
     for path, leaf in stream(others(), expected_shapes(config), source, dtype):
         if path == OFFSETS:
-            ids = _target_ids(leaf, config, source)
+            offsets = leaf
         yield path, leaf
         del leaf
-    if masks:
-        told = np.flatnonzero(masks[0])
-        if masks[0].shape != (config.vocab_size,) or not np.array_equal(told, ids):
-            raise ValueError(f"{source}: t2d and d2t name different ids")
+    if config.draft_vocab_size is not None:
+        _refuse(source, vocabulary_faults(config, offsets, *masks))
 
 
-def _target_ids(offsets: Any, config: DraftConfig, source: object) -> np.ndarray:
-    """The target's id of each row of a reduced vocabulary's head, of `d2t`.
+def find_faults(
+    tensors: Iterable[tuple[str, np.ndarray]],
+    config: TargetConfig | DraftConfig,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> list[Fault]:
+    """What `stream` or `stream_draft` refuses, one tensor held at a time.
 
-    Raises:
-        ValueError: Unless they ascend.
+    Args:
+        shapes: Of the tensors by path, where they are not a Hugging Face checkpoint's.
     """
-    ids = np.arange(len(offsets)) + np.asarray(offsets)
+    expected = expected_shapes(config)
+    audit = _Audit(tensor_shapes(expected) if shapes is None else shapes, tied=_is_tied(expected))
+    ids: dict[str, np.ndarray] = {}
+    for name, value in split_fused(tensors):
+        path = path_of(name)
+        if path in (OFFSETS, _MASK):
+            ids[path] = value
+        if not name.endswith(_BUFFER) and not (path == _MASK and OFFSETS in expected):
+            audit.accepts(name, path, value)
+    faults = audit.finish(lambda path: name_of(path, prefix_of(expected)))
+    if isinstance(config, DraftConfig) and OFFSETS in ids and OFFSETS in expected and not faults:
+        masks = [ids[_MASK]] if _MASK in ids else []
+        faults = vocabulary_faults(config, ids[OFFSETS], *masks)
+    return faults
+
+
+def vocabulary_faults(
+    config: DraftConfig, offsets: Any, mask: np.ndarray | None = None
+) -> list[Fault]:
+    """What is wrong with a reduced vocabulary's `d2t` (`offsets`), and with its `t2d` (`mask`) if given.
+
+    Row i of the draft's head is for the target's id `i + d2t[i]`.
+    """
+    ids = np.arange(len(offsets)) + np.asarray(offsets).astype(np.int64)
     if (np.diff(ids) <= 0).any() or ids[0] < 0 or ids[-1] >= config.vocab_size:
-        raise ValueError(f"{source}: i + d2t[i] must be ascending ids in [0, {config.vocab_size})")
-    return ids
+        said = f"i + d2t[i] must be ascending ids in [0, {config.vocab_size})"
+        return [Fault("vocabulary", OFFSETS, said)]
+    if mask is not None and (
+        mask.shape != (config.vocab_size,) or not np.array_equal(np.flatnonzero(mask), ids)
+    ):
+        return [Fault("vocabulary", _MASK, "t2d and d2t name different ids")]
+    return []
 
 
 def own_tensors(config: DraftConfig, names: Iterable[str]) -> DraftConfig:
@@ -238,11 +249,11 @@ def checked(
     audit = _Audit(expected_shapes(config))
     for path, leaf in leaves:
         if audit.accepts(path, path, leaf) and path == OFFSETS and isinstance(config, DraftConfig):
-            _target_ids(leaf, config, source)
+            _refuse(source, vocabulary_faults(config, leaf))
         if not audit.problems:
             yield path, leaf
         del leaf
-    audit.finish(source)
+    audit.refuse(source)
 
 
 def check_shapes(
@@ -252,7 +263,16 @@ def check_shapes(
     audit = _Audit(expected)
     for path, shape in shapes.items():
         audit.fits(path, path, shape)
-    audit.finish(source)
+    audit.refuse(source)
+
+
+def prefix_of(expected: Mapping[str, tuple[int, ...]]) -> str:
+    """What stands before the names in a checkpoint of these leaves: drafts have nothing there."""
+    return "" if "fc/weight" in expected else "model."
+
+
+def _is_tied(expected: Mapping[str, tuple[int, ...]]) -> bool:
+    return _EMBEDDING in expected and _HEAD not in expected
 
 
 @dataclasses.dataclass
@@ -270,7 +290,7 @@ class _Audit:
     expected: Mapping[str, tuple[int, ...]]
     tied: bool = False
     seen: dict[str, str] = dataclasses.field(default_factory=dict)
-    problems: list[str] = dataclasses.field(default_factory=list)
+    problems: list[Fault] = dataclasses.field(default_factory=list)
     digests: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
     def accepts(self, name: str, path: str, value: Any) -> bool:
@@ -281,45 +301,55 @@ class _Audit:
                 return False
         if not self.fits(name, path, value.shape):
             return False
-        fault = _integer_fault(value) if path == OFFSETS else _fault(value)
+        fault = integer_fault(value) if path == OFFSETS else value_fault(value)
         if fault:
-            self.problems.append(f"{name} {list(value.shape)} {fault}")
+            self.problems.append(Fault("values", name, f"{name} {list(value.shape)} {fault}"))
         return not fault
 
     def fits(self, name: str, path: str, shape: tuple[int, ...]) -> bool:
         found, wanted = list(shape), self.expected.get(path)
+
+        def note(kind: str, more: str = "") -> None:
+            self.problems.append(Fault(kind, name, f"{kind} {name} {found}{more}"))
+
         if wanted is None:
-            self.problems.append(f"unknown {name} {found}")
+            note("unknown")
         elif path in self.seen:
-            self.problems.append(f"duplicated {name} {found}, also given as {self.seen[path]}")
+            note("duplicated", f", also given as {self.seen[path]}")
         elif found != list(wanted):
-            self.problems.append(f"misshapen {name} {found}, expected {list(wanted)}")
+            note("misshapen", f", expected {list(wanted)}")
         if wanted is None or path in self.seen:
             return False
         self.seen[path] = name
         return found == list(wanted)
 
-    def finish(self, source: object, name: Callable[[str], str] = str) -> None:
-        """Raises if anything is wrong, with missing tensors under the `name` of their path."""
+    def finish(self, name: Callable[[str], str] = str) -> list[Fault]:
+        """All that is wrong, with missing tensors under the `name` of their path."""
         if _HEAD in self.digests and self.digests[_HEAD] != self.digests.get(_EMBEDDING):
-            self.problems.append(
-                "lm_head.weight differs from the embedding, but the config has tie_word_embeddings true"
-            )
+            said = "lm_head.weight differs from the embedding, but the config has tie_word_embeddings true"
+            self.problems.append(Fault("tied", "lm_head.weight", said))
         absent = [path for path in self.expected if path not in self.seen]
-        self.problems += [f"missing {name(p)} {list(self.expected[p])}" for p in absent]
-        if self.problems:
-            raise ValueError(
-                f"{source}: {len(self.problems)} tensors at fault: {'; '.join(self.problems)}"
-                + (self.available() if absent else "")
-            )
+        self.problems += [
+            Fault("missing", name(p), f"missing {name(p)} {list(self.expected[p])}") for p in absent
+        ]
+        return self.problems
 
-    def available(self) -> str:
-        """The names that were taken, those of layers aside: what is missing may go by another name."""
-        others = sorted(name for name in self.seen.values() if "layers" not in name)
-        return f"; outside its layers there are {', '.join(others) or 'no tensors'}"
+    def refuse(self, source: object, name: Callable[[str], str] = str) -> None:
+        """Raises ValueError for `finish`'s faults; where tensors are missing, what there is may be them."""
+        faults, there = self.finish(name), ""
+        if any(fault.kind == "missing" for fault in faults):
+            others = sorted(name for name in self.seen.values() if "layers" not in name)
+            there = f"; outside its layers there are {', '.join(others) or 'no tensors'}"
+        _refuse(source, faults, f"{len(faults)} tensors at fault: ", there)
 
 
-def _fault(value: Any) -> str | None:
+def _refuse(source: object, faults: list[Fault], before: str = "", after: str = "") -> None:
+    if faults:
+        said = "; ".join(" ".join(fault.said.split()) for fault in faults)
+        raise ValueError(f"{source}: {before}{said}{after}")
+
+
+def value_fault(value: Any) -> str | None:
     """What makes an array unusable as a parameter."""
     if value.dtype not in _FLOATS:
         return f"holds {value.dtype}, not floats"
@@ -358,7 +388,7 @@ def _largest_on_device(value: jax.Array) -> jax.Array:
     return jnp.max(jnp.abs(value), initial=0)
 
 
-def _integer_fault(value: Any) -> str | None:
+def integer_fault(value: Any) -> str | None:
     """What makes an array unusable as ids."""
     if value.dtype not in (np.int32, np.int64):
         return f"holds {value.dtype}, not integers"

@@ -27,7 +27,15 @@ from jax.typing import DTypeLike
 
 from dflash_jax import array_typing as at
 from dflash_jax.checkpoint import keys
-from dflash_jax.checkpoint.files import atomic_folder, one_line, read_json, write_json
+from dflash_jax.checkpoint.files import (
+    TensorInfo,
+    atomic_folder,
+    one_line,
+    pad_id,
+    read_json,
+    token_ids,
+    write_json,
+)
 from dflash_jax.config import (
     DFlash2,
     Domino,
@@ -37,6 +45,7 @@ from dflash_jax.config import (
     RopeConfig,
     TargetConfig,
 )
+from dflash_jax.config.fields import build
 
 _FORMAT, _VERSION = "dflash-jax", 1
 _CONFIGS = {"target": TargetConfig, "draft": DraftConfig}
@@ -204,7 +213,7 @@ def read_header(directory: Path) -> Header:
         raise ValueError(f"{path}: kind={kind!r} must be one of {sorted(_CONFIGS)}")
     try:
         config = config_of(_CONFIGS[kind], value["config"])
-        stop, pad = tuple(value["stop_token_ids"]), value.get("pad_token_id")
+        stop, pad = token_ids(value["stop_token_ids"]), pad_id(value)
     except (KeyError, TypeError, ValueError) as e:
         raise ValueError(f"{path} is not a complete config: {one_line(e)}") from e
     return Header(kind, config, stop, pad)
@@ -315,6 +324,27 @@ def _free_memory() -> None:
         trim(0)
 
 
+def read_infos(directory: Path) -> Iterator[TensorInfo]:
+    """Yields a checkpoint's parameters, named by their paths, without their values.
+
+    Raises:
+        ValueError: If they cannot be read.
+    """
+    for path, leaf in read_shapes(directory / "params").items():
+        nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+        yield TensorInfo(path, leaf.dtype.name, leaf.shape, nbytes)
+
+
+def read_tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (path, value) of a checkpoint's parameters, as they are.
+
+    Raises:
+        ValueError: If they cannot be read.
+    """
+    folder = directory / "params"
+    yield from read_leaves(folder, read_shapes(folder))
+
+
 @contextlib.contextmanager
 def _readable(folder: Path) -> Generator[None]:
     """Turns Orbax's errors into one line that names the folder."""
@@ -354,6 +384,5 @@ def plain(config: TargetConfig | DraftConfig) -> dict[str, Any]:
 
 
 def _build(cls: type, fields: Mapping[str, Any], **given: Any) -> Any:
-    return cls(
-        **{k: tuple(v) if isinstance(v, list) else v for k, v in {**fields, **given}.items()}
-    )
+    values = {**fields, **given}
+    return build(cls, {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})

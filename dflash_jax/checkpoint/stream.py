@@ -37,7 +37,7 @@ def write_tensors(
         folder: Exists; see `write_safetensors` for the files.
         leaves: Pairs (path, array), of `orbax.stream` for example.
         shapes: Of the leaves, by path.
-        tensors: From pairs (path, leaf) to pairs (Hugging Face name, array), for example `keys.tensors`;
+        tensors: From pairs (path, leaf) to pairs (Hugging Face name, array), for example `export.tensors`;
             names, shapes and dtypes must not depend on the values.
     """
     # Arrays of one element stand for the leaves, so the files' headers are known before any is read.

@@ -2,11 +2,14 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dflash_jax.checkpoint import hf
 from dflash_jax.config import TargetConfig
+from dflash_jax.config.wrappers import is_wrapper
 
 _OTHERS = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|image_newline)(\.|$)")  # fmt: skip
 _TEXT = (
@@ -14,6 +17,14 @@ _TEXT = (
     (re.compile(r"^language_model\.(?=lm_head\.)"), ""),
 )
 _FUSED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
+
+
+def read_target_tensors(
+    folder: Path, raw: Mapping[str, Any], config: TargetConfig
+) -> Iterator[tuple[str, np.ndarray]]:
+    """`hf.read_tensors` of a target, or of the text model of a multimodal one; see `text_tensors`."""
+    tensors = hf.read_tensors(folder)
+    return text_tensors(tensors, raw, config) if is_wrapper(raw) else tensors
 
 
 def text_tensors(

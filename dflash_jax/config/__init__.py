@@ -13,6 +13,7 @@ from dflash_jax.config.draft import (
 )
 from dflash_jax.config.heads import DFlash2, Domino, DSpark, Head
 from dflash_jax.config.moe import MoeConfig
+from dflash_jax.config.pairing import mismatches
 from dflash_jax.config.rope import RopeConfig
 from dflash_jax.config.transformer import TargetConfig, TransformerConfig
 from dflash_jax.config.writers import write_flat, write_nested, write_target
@@ -30,6 +31,7 @@ __all__ = [
     "WindowRule",
     "build_target_layer_ids",
     "check_target_layer_ids",
+    "mismatches",
     "write_flat",
     "write_nested",
     "write_target",

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from dflash_jax.config.fields import build
 from dflash_jax.config.heads import DFlash2, Domino, DSpark, Head
 from dflash_jax.config.transformer import (
     USED_KEYS,
@@ -22,9 +23,10 @@ _DSPARK = (
     "markov_rank", "markov_head_type", "num_anchors", "enable_confidence_head", "confidence_head_with_markov",
 )  # fmt: skip
 _SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
-_FLAT = (
+_EAGLE = "eagle_aux_hidden_state_layer_ids"  # vLLM's name for the taps, counted from 1
+FLAT_KEYS = (
     "block_size", "mask_token_id", "target_layer_ids", "is_causal", "causal", "sample_from_anchor", "use_swa",
-    "swa_window_size", *_SCALES, *_DFLASH2, *_DOMINO, *_DSPARK,
+    "swa_window_size", _EAGLE, *_SCALES, *_DFLASH2, *_DOMINO, *_DSPARK,
 )  # fmt: skip
 _NESTED = (
     "speculators_model_type", "speculators_version", "speculators_config", "transformer_layer_config",
@@ -63,11 +65,11 @@ def read_flat(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("model_type", "qwen3") != "qwen3":
         raise ValueError(f"model_type={config['model_type']!r} is not a flat DFlash draft (qwen3)")
     nested = config.get("dflash_config") or {}
-    known = USED_KEYS | {"dflash_config", "num_target_layers", "tie_word_embeddings", *_FLAT}
+    known = USED_KEYS | {"dflash_config", "num_target_layers", "tie_word_embeddings", *FLAT_KEYS}
     refuse_unknown(config, known)
-    refuse_unknown(nested, frozenset(_FLAT), "dflash_config.")
+    refuse_unknown(nested, frozenset(FLAT_KEYS), "dflash_config.")
     found: dict[str, Any] = {}
-    for key in _FLAT:
+    for key in FLAT_KEYS:
         values = [d[key] for d in (nested, config) if d.get(key) is not None]
         if any(v != values[0] for v in values):
             raise ValueError(
@@ -81,7 +83,7 @@ def read_flat(config: Mapping[str, Any]) -> dict[str, Any]:
     is_causal = _causality(found)
     if found["use_swa"]:
         config, is_causal = _swa(config, found), bool(is_causal)
-    _check_window(config)
+    check_window(config)
     anchored = _boolean(found, "sample_from_anchor")
     shape = shape_from_hf({"model_type": "qwen3", **config})
     rules = {
@@ -92,10 +94,23 @@ def read_flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **shape, **_scales(found),
         "block_size": found["block_size"], "mask_token_id": found["mask_token_id"],
-        "target_layer_ids": found["target_layer_ids"], "num_target_layers": found["num_target_layers"],
+        "target_layer_ids": _flat_taps(found), "num_target_layers": found["num_target_layers"],
         "is_causal": is_causal, "window_rule": rules.pop() if rules else "zlab", "head": head,
         "sample_from_anchor": isinstance(head, DSpark) if anchored is None else anchored,
     }  # fmt: skip
+
+
+def _flat_taps(found: Mapping[str, Any]) -> Any:
+    """`target_layer_ids`; vLLM's key, which it reads first, must say the same."""
+    ids, eagle = found["target_layer_ids"], found[_EAGLE]
+    if eagle is None:
+        return ids
+    for i in eagle:
+        require_integer(f"an entry of {_EAGLE}", i)
+    taps = [i - 1 for i in eagle]
+    if ids not in (None, taps):
+        raise ValueError(f"{_EAGLE}={eagle!r} must be target_layer_ids={ids!r}, each plus 1")
+    return taps
 
 
 def read_nested(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +138,7 @@ def read_nested(config: Mapping[str, Any]) -> dict[str, Any]:
             f"transformer_layer_config.model_type={inner['model_type']!r} is not qwen3"
         )
     _require(config, "block_size", "mask_token_id", "draft_vocab_size")
-    _check_window(inner)
+    check_window(inner)
     shape = shape_from_hf({"model_type": "qwen3", **inner})
     hidden, vocab = config.get("target_hidden_size"), config["draft_vocab_size"]
     if hidden not in (None, shape["hidden_size"]):
@@ -139,7 +154,7 @@ def read_nested(config: Mapping[str, Any]) -> dict[str, Any]:
         "target_layer_ids": None if ids is None else [i - 1 for i in ids], "num_target_layers": None,
         "is_causal": _nested_causality(config, inner, shape["layer_types"]), "window_rule": "speculators",
         "draft_vocab_size": None if vocab == shape["vocab_size"] else vocab,
-        "head": _read_head({k: config.get(k) for k in _FLAT}, [], _SPECULATORS[kind]),
+        "head": _read_head({k: config.get(k) for k in FLAT_KEYS}, [], _SPECULATORS[kind]),
         "sample_from_anchor": kind == "dspark" if anchored is None else anchored,
     }  # fmt: skip
 
@@ -203,7 +218,8 @@ def _nested_causality(
     return every if every is not None else (False if free else None)
 
 
-def _check_window(config: Mapping[str, Any]) -> None:
+def check_window(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for sliding layers without a window, or with one that is switched off."""
     if "sliding_attention" in (config.get("layer_types") or ()):
         if not config.get("use_sliding_window"):
             raise ValueError(
@@ -249,20 +265,20 @@ def _read_head(found: Mapping[str, Any], names: list[str], kind: str | None = No
         )
     if kinds == {"DFlash2"}:
         _require(found, *_DFLASH2)
-        return DFlash2(**{key: found[key] for key in _DFLASH2})
+        return build(DFlash2, {key: found[key] for key in _DFLASH2})
     if kinds == {"Domino"}:
         _require(found, "emb_dim", "gru_hidden_dim")
         # Absent, these two are specforge's defaults; NeMo always writes them.
         prefix, shift = found["pure_draft_prefix_len"] or 0, _boolean(found, "shift_label")
         require_integer("pure_draft_prefix_len", prefix)
-        return Domino(
-            emb_dim=found["emb_dim"], gru_hidden_dim=found["gru_hidden_dim"], pure_draft_prefix_len=prefix,
-            shift_label=bool(shift),
-        )  # fmt: skip
+        widths = {key: found[key] for key in ("emb_dim", "gru_hidden_dim")}
+        return build(
+            Domino, {**widths, "pure_draft_prefix_len": prefix, "shift_label": bool(shift)}
+        )
     if kinds == {"DSpark"}:
         _require(found, "markov_rank")
         for name, only in (("markov_head_type", "vanilla"), ("enable_confidence_head", False)):
             if found[name] not in (None, only):
                 raise ValueError(f"{name}={found[name]!r} is not supported, only {only!r}")
-        return DSpark(markov_rank=found["markov_rank"])
+        return build(DSpark, {"markov_rank": found["markov_rank"]})
     return None

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dflash_jax.config.dialects import is_nested, read_flat, read_nested
+from dflash_jax.config.fields import build
 from dflash_jax.config.heads import DFlash2, Domino, Head
 from dflash_jax.config.transformer import TransformerConfig, require_integer
 
@@ -58,6 +59,8 @@ class DraftConfig(TransformerConfig):
         super().__post_init__()
         if self.block_size < 1:
             raise ValueError(f"{self.block_size=} must be at least 1")
+        if self.block_size > 4096:
+            raise ValueError(f"{self.block_size=} must be at most 4096")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"{self.mask_token_id=} is not in [0, {self.vocab_size})")
         if self.window_rule not in WINDOW_RULES:
@@ -135,7 +138,7 @@ class DraftConfig(TransformerConfig):
             require_integer("an entry of target_layer_ids", i)
         fields |= {"target_layer_ids": tuple(ids), "num_target_layers": depth}
         given = {"window_rule": window_rule, "sample_from_anchor": sample_from_anchor}
-        return cls(**fields | {k: v for k, v in given.items() if v is not None})
+        return build(cls, fields | {k: v for k, v in given.items() if v is not None})
 
 
 def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:

@@ -5,10 +5,11 @@ from typing import Any
 
 
 def require_positive(head: Any, but: tuple[str, ...] = ()) -> None:
-    """Raises ValueError for a field below 1, those named in `but` aside."""
+    """Raises ValueError for a field below 1 or above 2^20, those named in `but` aside."""
     for field in dataclasses.fields(head):
-        if field.name not in but and getattr(head, field.name) < 1:
-            raise ValueError(f"{field.name}={getattr(head, field.name)!r} must be at least 1")
+        value = getattr(head, field.name)
+        if field.name not in but and not 1 <= value <= 2**20:
+            raise ValueError(f"{field.name}={value!r} must be at least 1 and at most {2**20}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from dflash_jax.config.fields import build
+
 _KEYS = """
     num_experts num_local_experts num_experts_per_tok moe_intermediate_size norm_topk_prob
     decoder_sparse_step mlp_only_layers router_aux_loss_coef output_router_logits
@@ -41,6 +43,8 @@ class MoeConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name}={value!r} must be at least 1")
+        if self.num_experts > 4096:
+            raise ValueError(f"num_experts={self.num_experts} must be at most 4096")
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok={self.num_experts_per_tok} must be at most "
@@ -77,9 +81,4 @@ class MoeConfig:
             for f in fields
             if f.name in given
         }
-        for name, value in values.items():
-            kind = bool if name == "norm_topk_prob" else int
-            many = value if name == "mlp_only_layers" and isinstance(value, tuple) else (value,)
-            if any(type(v) is not kind for v in many):
-                raise ValueError(f"{name}={given[name]!r} must be of type {kind.__name__}")
-        return cls(**values)
+        return build(cls, values)

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from dflash_jax.config.fields import build
+
 _ROPE_IGNORED = frozenset({"type", "rope_type", "rope_theta", "finetuned"})
 
 
@@ -87,7 +89,7 @@ class RopeConfig:
             kept["factor"] = (
                 config["max_position_embeddings"] / config["original_max_position_embeddings"]
             )
-        return cls(theta=thetas.pop(), rope_type=rope_type, **kept)
+        return build(cls, {"theta": thetas.pop(), "rope_type": rope_type, **kept})
 
 
 _ROPE_NEEDS: dict[str, tuple[str, ...]] = {

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from dflash_jax.config.fields import build
 from dflash_jax.config.moe import MOE_KEYS, MoeConfig
 from dflash_jax.config.rope import RopeConfig
 from dflash_jax.config.wrappers import text_config
@@ -28,6 +29,12 @@ _FIXED = {
     "rope_interleaved": False,
 }
 
+# Far above every model: a number out of a broken file must not become that many layers or bytes.
+_MOST = {
+    "hidden_size": 2**20, "intermediate_size": 2**20, "num_hidden_layers": 1024, "num_attention_heads": 4096,
+    "num_key_value_heads": 4096, "head_dim": 4096, "vocab_size": 2**24, "max_position_embeddings": 2**31 - 1,
+}  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
@@ -50,12 +57,12 @@ class TransformerConfig:
     layer_types: tuple[str, ...] = ()
 
     def __post_init__(self):
-        positive = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                    "head_dim", "vocab_size", "max_position_embeddings")  # fmt: skip
-        for name in positive:
+        for name, most in _MOST.items():
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name}={value!r} must be at least 1")
+            if value > most:
+                raise ValueError(f"{name}={value!r} must be at most {most}")
         if not self.rms_norm_eps > 0:
             raise ValueError(f"rms_norm_eps={self.rms_norm_eps!r} must be positive")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -135,12 +142,12 @@ class TargetConfig(TransformerConfig):
         refuse_unknown(
             config, USED_KEYS | {"tie_word_embeddings"} | (MOE_KEYS if sparse else frozenset())
         )
-        return cls(
-            model_type=model_type,
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            moe=MoeConfig.from_hf(config) if sparse else None,
-            **shape_from_hf(config),
-        )
+        fields = {
+            "model_type": model_type,
+            "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+            "moe": MoeConfig.from_hf(config) if sparse else None,
+        }
+        return build(cls, {**fields, **shape_from_hf(config)})
 
 
 _QK_NORM = {"qwen3": True, "llama": False, "qwen3_moe": True}
