@@ -97,20 +97,21 @@ def run(
     sampling: Sampling = Sampling(),  # noqa: B008 (immutable)
     key: jax.Array | None = None,
     lookup: bool = False,
+    adapt_width: bool = False,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Report:
     """Decodes every prompt alone, plain and with the draft in turn, and compares.
 
     Compilation is left out: each way runs every prompt's capacity once before the clock starts.
     """
-    models, params = bind(target, draft, block_size, sampling.verify, lookup)
+    models, params = bind(target, draft, block_size, sampling.verify, lookup, adapt_width)
     if models.draft is None:
         raise ValueError(f"{block_size=} drafts nothing, so there is nothing to compare")
     if max_new_tokens < 2:
         raise ValueError(f"{max_new_tokens=} leaves no round to measure; give at least 2")
     ways = [
-        {"draft": draft, "block_size": block_size, "lookup": lookup},
-        {"draft": None, "block_size": None, "lookup": False},
+        {"draft": draft, "block_size": block_size, "lookup": lookup, "adapt_width": adapt_width},
+        {"draft": None},
     ]
 
     def call(way: dict[str, Any], prompt: list[int], stops: tuple[int, ...] | None) -> Generation:
@@ -150,7 +151,7 @@ def run(
 def round_seconds(
     target: Target, draft: Draft | Literal["lookup"], models: Models, params: Any, length: int
 ) -> tuple[float, float, float]:
-    """Median seconds of the target's part of a round, of the draft's, and of the whole round.
+    """Median seconds of the target's part of a round, of the draft's, and of the whole round, at full width.
 
     Three programs of their own, called in turn, with one row and `length` used positions.
     """

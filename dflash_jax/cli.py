@@ -98,6 +98,11 @@ def _pair_options() -> argparse.ArgumentParser:
         action="store_true",
         help="where the text's last tokens recur in it, propose what followed instead of the draft's",
     )
+    pair.add_argument(
+        "--adapt-width",
+        action="store_true",
+        help="let the target read fewer slots of a block while few are accepted",
+    )
     pair.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     pair.add_argument(
         "--block-size",
@@ -181,6 +186,7 @@ def _generate(args: argparse.Namespace) -> int:
     pieces = stream(
         target, draft, prompt, max_new_tokens=args.max_new_tokens, block_size=args.block_size,
         sampling=sampling, key=jax.random.key(args.seed), lookup=args.lookup,
+        adapt_width=args.adapt_width,
     )  # fmt: skip
     out, text = _speak(pieces, Detokenizer(tokenizer), target.stop_token_ids, aloud=not args.json)
     seconds = time.perf_counter() - start
@@ -247,7 +253,7 @@ def _bench(args: argparse.Namespace) -> int:
         report = bench.run(
             target, draft, prompts, max_new_tokens=args.max_new_tokens, block_size=args.block_size,
             sampling=sampling, key=jax.random.key(args.seed), lookup=args.lookup,
-            progress=lambda done: progress.update(task, completed=done),
+            adapt_width=args.adapt_width, progress=lambda done: progress.update(task, completed=done),
         )  # fmt: skip
     print(
         json.dumps(dataclasses.asdict(report)) if args.json else bench.table(report, args.prompts)
