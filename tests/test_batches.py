@@ -44,7 +44,13 @@ def alone():
     ]
 
 
-@pytest.mark.parametrize(("rows", "block_size"), [(6, 1), (1, 4), (3, 4), (6, 4), (3, 8)])
+@pytest.mark.parametrize(
+    ("rows", "block_size"),
+    [
+        (3, 4),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in [(6, 1), (1, 4), (6, 4), (3, 8)]),
+    ],
+)
 def test_neither_the_batch_nor_the_queue_nor_the_draft_changes_a_text(rows, block_size):
     target, draft = pair()
     options = {"max_new_tokens": NEW, "block_size": block_size, "rows": rows}

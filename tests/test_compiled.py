@@ -159,6 +159,7 @@ def test_growth_makes_one_program_for_each_doubling():
     assert decode._cache_size() - before == 2  # 256 and 512 slots
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [1, 8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_round_of_the_embedded_pair_copies_no_cache(block_size, dtype):

@@ -150,6 +150,7 @@ def test_prompts_of_any_length_are_prefilled_like_one_forward():
         assert got == predicted[b, len(prompt) - 1 :][:new].tolist()
 
 
+@pytest.mark.slow
 def test_a_sliding_target_decodes_far_past_its_window_with_partial_acceptance():
     window = 6
     decoder = Decoder(target(window=window), draft(), BLOCK)

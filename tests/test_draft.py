@@ -208,6 +208,7 @@ def test_short_and_stopped_generations_equal_the_references(decoded):
         check_run(case, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "block_size"),
     [

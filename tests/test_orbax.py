@@ -109,6 +109,7 @@ print(n)
 """
 
 
+@pytest.mark.slow
 def test_checkpoints_of_one_and_of_eight_devices_restore_on_one_two_and_eight(tmp_path, golden):
     source, single, sharded = (
         golden / "targets/qwen3_gqa",

@@ -43,6 +43,7 @@ def test_the_prompts_end_by_a_stop_and_by_their_length(plain):
     assert ends == {True, False}, "the target of these tests should do both"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "refill"), [(2, 2), (4, 2), (4, 1), (8, 4)])
 def test_every_prompt_is_answered_once_and_as_if_it_were_alone(plain, rows, refill):
     prompts = numbered(*LENGTHS)

@@ -109,6 +109,7 @@ def test_a_target_goes_through_in_many_groups_bit_for_bit(golden, tmp_path, monk
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Sharding info not provided")
 def test_the_result_is_one_ordinary_orbax_checkpoint(golden, tmp_path, monkeypatch):
     from orbax.checkpoint import v1 as ocp
@@ -241,6 +242,7 @@ print(json.dumps(growth))
 """
 
 
+@pytest.mark.slow
 def test_conversion_holds_a_few_leaves_and_loading_one_model(golden, tmp_path):
     config = json.loads((golden / "targets/qwen3_gqa/config.json").read_text())
     wide = {

@@ -84,6 +84,7 @@ def test_a_draft_that_is_right_for_a_while_gets_its_width_back():
     assert rounds[19:24] == [2, 4, 4, 4, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 8])
 def test_the_choice_copies_no_cache(rows):
     target, draft = random_target(), random_draft()
