@@ -200,8 +200,8 @@ KINDS = [Sampling(), Sampling(temperature=1.0), Sampling(temperature=0.8, top_k=
 
 
 @functools.cache
-def target():
-    return random_target()
+def target(dtype="float32"):
+    return random_target(dtype=dtype)
 
 
 @functools.cache
@@ -209,12 +209,12 @@ def draft(name):
     return random_draft(small_config(name))
 
 
-def run(draft, block_size, verify="coupled", lookup=False, rows=1, seed=0):
+def run(draft, block_size, verify="coupled", lookup=False, rows=1, seed=0, dtype="float32"):
     """The state at the end of `KINDS` x `PROMPTS`, each `rows` times."""
-    models, params = bind(target(), draft, block_size, verify, lookup)
+    models, params = bind(target(dtype), draft, block_size, verify, lookup)
     prompts, kinds = PROMPTS * len(KINDS) * rows, [k for k in KINDS for _ in PROMPTS] * rows
     row_keys = jax.random.split(jax.random.key(seed), len(prompts))
-    state = new_state(target(), prompts, [NEW] * len(prompts), (), 128, kinds, row_keys)
+    state = new_state(target(dtype), prompts, [NEW] * len(prompts), (), 128, kinds, row_keys)
     if models.draft is not None:
         state = state.replace(draft=new_draft_cache(draft, len(prompts), 128))
     state = prefill(models.target, models.draft, params, state, chunk=CHUNK)
@@ -240,6 +240,29 @@ def test_tokens_do_not_depend_on_the_head_greedily_or_coupled(name, lookup):
     state = run("lookup" if name == "lookup" else draft(name), BLOCK, lookup=lookup)
     assert rows_of(state) == plain_rows()
     assert all(sum(counts) == NEW - 1 for counts in rounds_of(state))
+
+
+LAYOUTS = {
+    "ring": {"layer_types": ("sliding_attention",) * 2, "sliding_window": 6},
+    "mixed": {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6},
+    "bidirectional": {"layer_types": ("sliding_attention",) * 2, "sliding_window": 6, "is_causal": False},
+    "causal": {"is_causal": True},
+    "anchored": {"sample_from_anchor": True, "output_multiplier": 2.0, "final_logit_softcapping": 5.0},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*(n for n in SMALL if n != "plain"), *LAYOUTS])
+def test_neither_head_nor_layout_changes_a_token_greedily_or_coupled(name, dtype):
+    config = small_config(name) if name in SMALL else dataclasses.replace(DRAFT, **LAYOUTS[name])
+    state = run(random_draft(config, seed=8, dtype=dtype), BLOCK, dtype=dtype)
+    assert rows_of(state) == rows_with_the_plain_draft(dtype)
+
+
+@functools.cache
+def rows_with_the_plain_draft(dtype):
+    return rows_of(run(random_draft(dtype=dtype), BLOCK, dtype=dtype))
 
 
 def test_under_rejection_a_greedy_row_is_plain_decodings():
