@@ -266,4 +266,5 @@ def test_conversion_holds_a_few_leaves_and_loading_one_model(golden, tmp_path):
     for name in ("to_orbax", "to_hugging_face"):
         assert growth[name] < 0.6 * size, growth
     for name in ("load", "load_orbax"):
-        assert size < growth[name] < 1.4 * size, growth
+        # What an earlier job freed may be used again.
+        assert 0.7 * size < growth[name] < 1.4 * size, growth
