@@ -19,10 +19,9 @@ from dflash_jax.models.transformer import Transformer
 from dflash_jax.pair import load_draft, load_target
 from dflash_jax.states import new_draft_cache, new_state
 from train.anchors import sample_anchors
-from train.losses import acceptance_length
+from train.losses import Objective, acceptance_length
 from train.step import block_hidden, block_loss, make_blocks
 
-CROSS_ENTROPY = (("cross_entropy", 1.0),)
 CONFIG = fakes.DRAFT
 MODULE = DFlashDraftModel(CONFIG)
 PARAMS = fakes.random_params(CONFIG, 1)
@@ -30,7 +29,7 @@ WIDTH = len(CONFIG.target_layer_ids) * CONFIG.hidden_size
 apply_blocks = jax.jit(functools.partial(MODULE.apply, method="blocks"))
 hidden_of = jax.jit(block_hidden, static_argnums=0)
 loss_and_gradients = jax.jit(
-    jax.value_and_grad(block_loss, argnums=4, has_aux=True), static_argnums=(0, 1, 2, 3)
+    jax.value_and_grad(block_loss, argnums=3, has_aux=True), static_argnums=(0, 1, 2)
 )
 
 
@@ -67,10 +66,12 @@ def nemo_run(request, nemo, golden_pair):
         jnp.asarray(arrays["keep"]),
         case["block_size"],
     )
-    gamma = case["gamma"] if request.param == "gamma" else None
+    objective = Objective(
+        gamma=case["gamma"], weights={"gamma": "decay"}.get(request.param, "none")
+    )
     embedding, head = (target.params[k]["weight"] for k in ("embed_tokens", "lm_head"))
     (value, totals), grads = loss_and_gradients(
-        DFlashDraftModel(draft.config), CROSS_ENTROPY, gamma, 7, draft.params, embedding, head,
+        DFlashDraftModel(draft.config), objective, 7, draft.params, embedding, head,
         jnp.ones(arrays["features"].shape[2]), blocks,
     )  # fmt: skip
     return request.param, value, totals, grads, blocks
@@ -292,7 +293,7 @@ def test_a_batch_without_anchors_has_loss_0_and_no_gradient_and_no_nan():
     blocks = make_blocks(jnp.ones((2, S), jnp.int32), normal(0, 2, S, WIDTH), supervised, anchors, real, Q)  # fmt: skip
     head = target.params["lm_head"]["weight"]
     (value, totals), grads = loss_and_gradients(
-        MODULE, CROSS_ENTROPY, 4.0, 5, draft.params, head, head, jnp.ones(WIDTH), blocks
+        MODULE, Objective(), 5, draft.params, head, head, jnp.ones(WIDTH), blocks
     )
     assert float(value) == float(totals.weight) == 0
     assert all(not np.asarray(g).any() for g in jax.tree.leaves(grads))
@@ -308,9 +309,9 @@ def test_the_teacher_of_slot_k_is_the_targets_state_after_the_token_before_its_l
     blocks = make_blocks(
         tokens, features, jnp.ones((2, S), bool), anchors, jnp.ones((2, 2), bool), Q, hidden_states
     )
-    kl = (("kl_divergence", 1.0),)
+    kl = Objective(mixture=(("kl_divergence", 1.0),), weights="none")
     (value, _), _ = loss_and_gradients(
-        MODULE, kl, None, 64, draft.params, head, head, jnp.ones(WIDTH), blocks
+        MODULE, kl, 64, draft.params, head, head, jnp.ones(WIDTH), blocks
     )
     drafted = hidden_of(MODULE, draft.params, head, jnp.ones(WIDTH), blocks)
     drafted = drafted.reshape(-1, 2, 2, Q)

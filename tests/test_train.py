@@ -22,6 +22,7 @@ from dflash_jax.pair import load_draft
 from train import restore
 from train.config import TrainConfig, read_recipe
 from train.data import frequent_ids, load_examples
+from train.losses import Objective
 from train.restore import read_draft
 from train.run import (
     Setup,
@@ -68,7 +69,7 @@ def set_up(store, run, **options) -> Setup:
     Path(run).mkdir(parents=True, exist_ok=True)
     config = recipe(run, **options)
     target = tiny_target()
-    taps = (*TAPS, LAST) if config.needs_teacher else TAPS
+    taps = (*TAPS, LAST) if config.objective.needs_teacher else TAPS
     examples = load_examples(store, taps)
     held_out = {"held_out": load_examples(store, TAPS)[:2]}
     module = DFlashDraftModel(draft_config(target, config))
@@ -335,7 +336,7 @@ def test_float32_masters_keep_a_thousand_updates_of_1e_5(straight):
     for _ in range(1000):
         state, _ = train_step(
             state, straight.embedding, jnp.asarray(ids), blocks, module=straight.module, optimizer=constant,
-            mixture=(("cross_entropy", 1.0),), gamma=4.0, chunk=64, head=straight.head,
+            objective=Objective(), chunk=64, head=straight.head,
         )  # fmt: skip
     moved = np.asarray(state.params["hidden_norm"]["weight"]) - before
     np.testing.assert_allclose(moved, 1e-2, rtol=1e-2)
@@ -419,6 +420,18 @@ def test_overrides_stand_above_the_file_and_are_toml(tmp_path):
         ("mixture = {}", "mixture"),
         ("mixture = {cross_entropy = -1.0}", "mixture=.* positive"),
         ("mixture = 3", "mixture=3"),
+        ('weights = "dpacee"', "weights='dpacee' must be of .*'dpace'"),
+        (
+            'weights = "dpace"\nmixture = {kl_divergence = 1}',
+            "weights='dpace' needs one of .*'cross_entropy'",
+        ),
+        ('normalize = "mean"', "normalize='mean' must be of .*'count'"),
+        ("dpace_alpha = 1.5", r"dpace_alpha=1\.5 must be at most 1"),
+        ("dpace_alpha = -0.5", r"dpace_alpha=-0\.5 must be a non-negative number"),
+        ("temperature = inf", "temperature=inf must be a positive number"),
+        ("mixture = {cross_entropy = inf}", "mixture=.* positive"),
+        ("temperature = 0", "temperature=0 must be a positive number"),
+        ("prefix_base = -1", "prefix_base=-1 must be a non-negative number"),
         ("prompts = {poems = 3}", "prompts"),
         (
             "frequent = 100\ncandidates = 50",
