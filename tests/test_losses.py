@@ -1,3 +1,4 @@
+import functools
 import json
 
 import jax
@@ -8,7 +9,6 @@ from safetensors.numpy import load_file
 
 from train.losses import (
     LOSSES,
-    WEIGHTS,
     Objective,
     Rows,
     acceptance_length,
@@ -23,10 +23,9 @@ from train.losses import (
 
 D, V, A, Q = 12, 50, 4, 6
 R = A * Q
-MIXTURES = [((name, 1.0),) for name in LOSSES] + [
-    (("cross_entropy", 0.3), ("kl_divergence", 0.7)),
-    tuple((name, 0.1 * (i + 1)) for i, name in enumerate(LOSSES)),
-]
+NAMES = tuple(LOSSES)
+SHARES = [*np.eye(len(NAMES)), np.arange(1.0, len(NAMES) + 1)]  # each alone, and all together
+EVERY = tuple((name, 1.0) for name in NAMES)
 
 
 def case(seed: int = 0):
@@ -39,19 +38,24 @@ def case(seed: int = 0):
     return hidden, head, labels, counts, teacher
 
 
+def mix(shares):
+    """A mixture whose shares may be traced: one program for all of them."""
+    return tuple(zip(NAMES, shares))
+
+
 def chunked(objective, hidden, head, labels, counts, teacher, chunk):
     rows = vocabulary_loss(objective, hidden, head, labels, teacher, chunk=chunk)
     return weighted(objective, rows, jnp.ones(counts.shape[:2], jnp.int32), counts)[0]
 
 
-def dense(mixture, hidden, head, labels, teacher):
+def dense(shares, hidden, head, labels, teacher):
     """Each row's loss from the definitions, all logits at once."""
     log_p = jax.nn.log_softmax(head @ hidden, axis=0)
     log_q = jax.nn.log_softmax(head @ teacher, axis=0)
     p, q, m = jnp.exp(log_p), jnp.exp(log_q), jnp.log(0.5 * (jnp.exp(log_p) + jnp.exp(log_q)))
     kl = (q * (log_q - log_p)).sum(axis=0)
     overlap = jnp.minimum(p, q).sum(axis=0)
-    share = jnp.exp(-3 * jax.lax.stop_gradient(overlap))
+    lean = jnp.exp(-3 * jax.lax.stop_gradient(overlap))
     each = {
         "cross_entropy": -log_p[labels, jnp.arange(R)],
         "target_cross_entropy": -log_p[jnp.argmax(log_q, axis=0), jnp.arange(R)],
@@ -60,51 +64,46 @@ def dense(mixture, hidden, head, labels, teacher):
         "js_divergence": 0.5 * (q * (log_q - m) + p * (log_p - m)).sum(axis=0),
         "total_variation": 0.5 * jnp.abs(p - q).sum(axis=0),
         "negative_log_acceptance": -jnp.log(overlap),
-        "lk_hybrid": share * kl + (1 - share) * (1 - overlap),
+        "lk_hybrid": lean * kl + (1 - lean) * (1 - overlap),
     }
-    return sum(share * each[name] for name, share in mixture)
+    return sum(share * each[name] for name, share in mix(shares))
 
 
-def dense_decayed(mixture, hidden, head, labels, counts, teacher):
-    weights = counts * jnp.exp(-(jnp.arange(Q) - 1) / 4.0)[None, None]
-    losses = dense(mixture, hidden, head, labels, teacher).reshape(counts.shape)
-    return (weights * losses).sum() / weights.sum()
+@jax.jit
+@functools.partial(jax.value_and_grad, argnums=2)
+def dense_loss(shares, weights, hidden, head, labels, teacher):
+    return (weights.reshape(-1) * dense(shares, hidden, head, labels, teacher)).sum()
 
 
-@pytest.mark.parametrize("mixture", MIXTURES, ids=lambda m: "+".join(name for name, _ in m))
-def test_the_chunked_loss_and_its_gradients_are_the_dense_ones(mixture):
+def test_the_chunked_loss_and_its_gradients_are_the_dense_ones():
     hidden, head, labels, counts, teacher = case()
-    expected, by_hidden = jax.value_and_grad(
-        lambda h: dense_decayed(mixture, h, head, labels, counts, teacher)
+    weights = counts * jnp.exp(-(jnp.arange(Q) - 1) / 4.0)[None, None]
+    weights = weights / weights.sum()
+    for chunk in (7, 64):
+
+        @jax.jit
+        @jax.value_and_grad
+        def loss(hidden, shares, chunk=chunk):
+            return chunked(Objective(mixture=mix(shares)), hidden, head, labels, counts, teacher, chunk)  # fmt: skip
+
+        for shares in SHARES:
+            value, gradient = loss(hidden, shares)
+            expected = dense_loss(shares, weights, hidden, head, labels, teacher)
+            np.testing.assert_allclose(value, expected[0], rtol=1e-5, err_msg=str(shares))
+            np.testing.assert_allclose(gradient, expected[1], rtol=1e-5, atol=1e-6, err_msg=str(shares))  # fmt: skip
+
+
+def test_dpaces_weights_reach_over_chunks_and_are_constants_of_the_gradient():
+    hidden, head, labels, counts, teacher = case()
+    objective = Objective(weights="dpace", normalize="sequences")
+    losses = dense(SHARES[0], hidden, head, labels, teacher).reshape(counts.shape)
+    weights = dpace_weights(jnp.exp(-losses), counts, 0.5) * counts
+    expected = dense_loss(SHARES[0], weights, hidden, head, labels, teacher)
+    value, gradient = jax.jit(
+        jax.value_and_grad(lambda h: chunked(objective, h, head, labels, counts, None, 7))
     )(hidden)
-    for chunk in (7, 64) if len(mixture) == 1 else (1, 7, R, 64):
-        value, gradient = jax.value_and_grad(
-            lambda h, c=chunk: chunked(Objective(mixture=mixture), h, head, labels, counts, teacher, c)
-        )(hidden)  # fmt: skip
-        np.testing.assert_allclose(value, expected, rtol=1e-5)
-        np.testing.assert_allclose(gradient, by_hidden, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_every_weight_is_the_same_in_chunks_that_cut_blocks(weights):
-    """And is a constant of the gradient."""
-    hidden, head, labels, counts, _ = case()
-    objective = Objective(weights=weights, normalize="sequences")
-    losses = dense(objective.mixture, hidden, head, labels, hidden)
-    slot = jnp.broadcast_to(jnp.arange(Q)[None, None] - 1, counts.shape)
-    constant = WEIGHTS[weights](objective, slot, counts, jnp.exp(-losses).reshape(counts.shape))
-
-    def plain(h):
-        each = dense(objective.mixture, h, head, labels, hidden).reshape(counts.shape)
-        return (constant * counts * each).sum()
-
-    expected, by_hidden = jax.value_and_grad(plain)(hidden)
-    for chunk in (5, R):
-        value, gradient = jax.value_and_grad(
-            lambda h, c=chunk: chunked(objective, h, head, labels, counts, None, c)
-        )(hidden)
-        np.testing.assert_allclose(value, expected, rtol=1e-5)
-        np.testing.assert_allclose(gradient, by_hidden, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(gradient, expected[1], rtol=1e-5, atol=1e-6)
 
 
 def test_the_totals_count_weights_and_correct_rows():
@@ -119,8 +118,8 @@ def test_the_totals_count_weights_and_correct_rows():
     np.testing.assert_allclose(totals.loss, loss * totals.weight, rtol=1e-6)
 
 
-@pytest.mark.parametrize("mixture", MIXTURES[-1:])
-def test_the_compiled_loss_needs_a_quarter_of_the_dense_logits_at_most(mixture):
+def test_the_compiled_loss_needs_a_quarter_of_the_dense_logits_at_most():
+    """With every loss at once."""
     blocks, vocab, width = (2, 64, 8), 4096, 16
     rows = 1024
     shapes = [((width, rows), jnp.float32), ((vocab, width), jnp.float32), ((rows,), jnp.int32), (blocks, jnp.bool)]  # fmt: skip
@@ -128,14 +127,14 @@ def test_the_compiled_loss_needs_a_quarter_of_the_dense_logits_at_most(mixture):
 
     def temporaries(chunk):
         def loss(hidden, head, labels, counts):
-            objective = Objective(mixture=mixture, weights="dpace")
+            objective = Objective(mixture=EVERY, weights="dpace")
             return chunked(objective, hidden, head, labels, counts, hidden + 1, chunk)
 
         compiled = jax.jit(jax.value_and_grad(loss)).lower(*args).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     logits = 4 * rows * vocab
-    assert temporaries(16) <= logits / 4
+    assert temporaries(8) <= logits / 4
     assert temporaries(rows) >= logits, "the measure does not see the logits"
 
 
@@ -238,16 +237,20 @@ def test_the_confidence_is_that_in_the_mixtures_tokens():
     log_p = jax.nn.log_softmax(head @ hidden, axis=0)
     argmax = jnp.argmax(head @ teacher, axis=0)
     data, target = log_p[labels, jnp.arange(R)], log_p[argmax, jnp.arange(R)]
-    expected = {
-        ("cross_entropy",): data,
-        ("target_cross_entropy", "total_variation"): target,
-        ("cross_entropy", "target_cross_entropy"): 0.75 * data + 0.25 * target,
-        ("reverse_kl",): 0 * data,
-    }
-    for names, log in expected.items():
-        mixture = tuple(zip(names, (1.5, 0.5)))
-        rows = vocabulary_loss(Objective(mixture=mixture), hidden, head, labels, teacher, chunk=7)
-        np.testing.assert_allclose(rows.confidence, np.exp(log), rtol=1e-5)
+
+    @jax.jit
+    def confidence(shares):
+        objective = Objective(mixture=mix(shares))
+        return vocabulary_loss(objective, hidden, head, labels, teacher, chunk=7).confidence
+
+    for shares, expected in (
+        ({"cross_entropy": 2.0}, data),
+        ({"target_cross_entropy": 0.1, "total_variation": 0.9}, target),
+        ({"cross_entropy": 1.5, "target_cross_entropy": 0.5}, 0.75 * data + 0.25 * target),
+        ({"reverse_kl": 1.0}, 0 * data),
+    ):
+        got = confidence(np.array([shares.get(name, 0.0) for name in NAMES]))
+        np.testing.assert_allclose(got, np.exp(expected), rtol=1e-5)
 
 
 # Against speculators 0.9.0. Its rows are tokens, so everything here is the transpose of its arrays.
@@ -256,7 +259,9 @@ THEIRS = {
     "ce": "target_cross_entropy", "kl_div": "kl_divergence", "rkl": "reverse_kl", "jsd": "js_divergence",
     "tv": "total_variation", "nla": "negative_log_acceptance", "lk_hybrid": "lk_hybrid",
 }  # fmt: skip
-RUNS = {f"{k}_{w}": ({k: 1.0}, w) for k in THEIRS for w in ("nodecay", "decay")} | {
+RUNS = {
+    **{f"{k}_nodecay": ({k: 1.0}, "none") for k in THEIRS},
+    **{f"{k}_decay": ({k: 1.0}, "decay") for k in THEIRS},
     "ce_dpace": ({"ce": 1.0}, "dpace"),
     "mix": ({"ce": 0.1, "tv": 0.9}, "decay"),
     "mix3": ({"kl_div": 0.5, "nla": 0.25, "jsd": 0.25}, "decay"),
@@ -269,29 +274,29 @@ def speculators(golden):
     return json.loads((folder / "case.json").read_text()), load_file(folder / "expected.safetensors")  # fmt: skip
 
 
-def with_logits(objective, logits, targets, counts, chunk=7):
-    """The loss where the head is the identity, so that the states are the logits."""
-    head, labels = jnp.eye(len(logits)), jnp.zeros(logits.shape[1], jnp.int32)
-    rows = vocabulary_loss(objective, logits, head, labels, targets, chunk=chunk)
-    return weighted(objective, rows, jnp.ones(counts.shape[:2], jnp.int32), counts)
+@functools.partial(jax.jit, static_argnames="options")
+@functools.partial(jax.value_and_grad, argnums=1)
+def loss_of_logits(shares, logits, targets, counts, options):
+    """The head is the identity, so that the states are the logits."""
+    objective = Objective(mixture=mix(shares), normalize="count", **dict(options))
+    labels = jnp.zeros(logits.shape[1], jnp.int32)
+    return chunked(objective, logits, jnp.eye(len(logits)), labels, counts, targets, 7)
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_losses_and_gradients_equal_speculators(speculators, run):
     recipe, arrays = speculators
     names, weights = RUNS[run]
-    objective = Objective(
-        mixture=tuple((THEIRS[k], share) for k, share in names.items()), normalize="count",
-        weights={"nodecay": "none"}.get(weights, weights), gamma=recipe["gamma"], alpha=recipe["dpace_alpha"],
-    )  # fmt: skip
+    shares = np.zeros(len(NAMES))
+    for name, share in names.items():
+        shares[NAMES.index(THEIRS[name])] = share
+    options = {"weights": weights, "gamma": recipe["gamma"], "alpha": recipe["dpace_alpha"]}
     logits, targets = (jnp.asarray(arrays[k][0].T) for k in ("logits", "targets"))
     counts = jnp.asarray(arrays["loss_mask"]).reshape(1, -1, recipe["block_size"])
-    loss, gradient = jax.value_and_grad(lambda x: with_logits(objective, x, targets, counts)[0])(
-        logits
-    )
-    tolerances = recipe["tolerances"]
-    np.testing.assert_allclose(loss, arrays[f"{run}_loss"], **tolerances["losses_and_weights"])
-    np.testing.assert_allclose(gradient.T, arrays[f"{run}_grad_logits"][0], **tolerances["grad_logits"])  # fmt: skip
+    loss, gradient = loss_of_logits(shares, logits, targets, counts, tuple(options.items()))
+    close = recipe["tolerances"]
+    np.testing.assert_allclose(loss, arrays[f"{run}_loss"], **close["losses_and_weights"])
+    np.testing.assert_allclose(gradient.T, arrays[f"{run}_grad_logits"][0], **close["grad_logits"])
 
 
 @pytest.mark.parametrize("name", THEIRS)

@@ -365,6 +365,16 @@ def test_a_steps_labels_index_the_head_rows_of_their_tokens(store, tmp_path):
     assert set(whole) <= known
 
 
+def test_a_recipe_with_visible_prefixes_has_the_same_anchors_and_fewer_labels(store, straight):
+    other = set_up(store, straight.config.run, prefix_base=0.9)
+    plain, shown = (make_step_input(setup, 0)[0] for setup in (straight, other))
+    np.testing.assert_array_equal(shown.anchors, plain.anchors)
+    assert set(np.unique(shown.first)) == {2, 3}
+    assert set(np.unique(plain.first)) == {1}
+    slot = np.arange(4)[None, None]
+    np.testing.assert_array_equal(shown.counts, plain.counts & (slot >= shown.first[:, :, None]))
+
+
 def test_a_frozen_norm_does_not_decay_and_a_matrix_does(straight):
     params = {"norm": jnp.ones(3), "matrix": jnp.ones((2, 2))}
     optimizer = make_optimizer(straight.config)

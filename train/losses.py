@@ -290,7 +290,7 @@ def _mixed(
     zero = jnp.zeros(labels.shape)
     loss = sum((share * value for _, share, value in each), zero)
     surprise = sum((share * value for share, value in token), zero)
-    mean = surprise / (sum(share for share, _ in token) or 1.0)
+    mean = surprise / jnp.maximum(sum(share for share, _ in token), 1e-6)
     return loss, jnp.exp(-jax.lax.stop_gradient(mean))
 
 
