@@ -475,6 +475,10 @@ def test_a_run_is_not_gone_on_with_under_another_recipe(tmp_path):
     keep_recipe(recipe(tmp_path / "run", save_every=5))
     with pytest.raises(ValueError, match="another steps, warmup"):
         keep_recipe(recipe(tmp_path / "run", steps=7, warmup=1))
+    kept = json.loads((tmp_path / "run/recipe.json").read_text())
+    del kept["weights"]  # written before there were any
+    (tmp_path / "run/recipe.json").write_text(json.dumps(kept))
+    keep_recipe(recipe(tmp_path / "run"))
 
 
 def test_the_command_ends_with_1_and_one_line_for_a_missing_recipe(tmp_path):

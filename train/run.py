@@ -326,9 +326,11 @@ def keep_recipe(config: TrainConfig) -> None:
         ValueError: If the folder holds a run of another recipe, naming the keys that differ.
     """
     path = Path(config.run) / "recipe.json"
-    recipe = json.loads(json.dumps(dataclasses.asdict(config)))
+    recipe, defaults = (
+        json.loads(json.dumps(dataclasses.asdict(c))) for c in (config, TrainConfig(run=config.run))
+    )
     if path.exists():
-        kept = json.loads(path.read_text())
+        kept = defaults | json.loads(path.read_text())  # keys that were not there yet had no effect
         free = {"run", "save_every", "evaluate_every"}
         other = sorted(k for k in kept.keys() | recipe.keys() if kept.get(k) != recipe.get(k))
         if other := [k for k in other if k not in free]:
