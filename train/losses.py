@@ -175,7 +175,7 @@ WEIGHTS: dict[str, Callable[["Objective", Array, Array, Array], Array]] = {
 }
 
 # (weights, counts) -> what divides the weighted sum. NeMo and SpecForge divide by the weights, speculators
-# by the count: with one gamma, a larger step there. SpecForge's D-PACE divides by the sequences.
+# by the count: with one gamma, smaller gradients there. SpecForge's D-PACE divides by the sequences.
 NORMALIZERS: dict[str, Callable[[Array, Array], Array]] = {
     "weights": lambda weights, counts: jnp.maximum(weights.sum(), 1e-6),
     "count": lambda weights, counts: jnp.maximum(counts.sum(), 1),
