@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from train.anchors import block_labels, sample_anchors
+from train.anchors import block_labels, sample_anchors, sample_first_slots
 
 BLOCK = 4
 
@@ -92,3 +92,18 @@ def test_a_block_as_long_as_the_row_keeps_its_labels():
     assert positions[0, :3].tolist() == [0, 1, 2]
     assert counts[0].sum(axis=1).tolist() == [3, 2, 1, 0, 0, 0, 0, 0, 0]
     assert labels[0, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_a_row_shorter_than_a_block_keeps_the_labels_it_has():
+    row = jnp.ones((1, 3), bool)
+    positions, real = sample_anchors(jax.random.key(0), row, 2)
+    _, counts = block_labels(jnp.arange(3)[None], row, positions, real, BLOCK)
+    assert positions.tolist() == [[0, 1]]
+    assert counts.astype(int).tolist() == [[[0, 1, 1, 0], [0, 1, 0, 0]]]
+
+
+def test_first_slots_leave_a_label_and_fall_off_with_the_base():
+    first = np.asarray(sample_first_slots(jax.random.key(0), (40, 50), 6, 0.5))
+    share = np.bincount(first.reshape(-1), minlength=6) / first.size
+    np.testing.assert_allclose(share, [0, 0, 8 / 15, 4 / 15, 2 / 15, 1 / 15], atol=0.03)
+    assert sample_first_slots(jax.random.key(0), (2, 3), 2, 0.9).tolist() == [[1] * 3] * 2

@@ -22,6 +22,7 @@ from dflash_jax.pair import load_draft
 from train import restore
 from train.config import TrainConfig, read_recipe
 from train.data import frequent_ids, load_examples
+from train.losses import Objective
 from train.restore import read_draft
 from train.run import (
     Setup,
@@ -68,7 +69,7 @@ def set_up(store, run, **options) -> Setup:
     Path(run).mkdir(parents=True, exist_ok=True)
     config = recipe(run, **options)
     target = tiny_target()
-    taps = (*TAPS, LAST) if config.needs_teacher else TAPS
+    taps = (*TAPS, LAST) if config.objective.needs_teacher else TAPS
     examples = load_examples(store, taps)
     held_out = {"held_out": load_examples(store, TAPS)[:2]}
     module = DFlashDraftModel(draft_config(target, config))
@@ -335,7 +336,7 @@ def test_float32_masters_keep_a_thousand_updates_of_1e_5(straight):
     for _ in range(1000):
         state, _ = train_step(
             state, straight.embedding, jnp.asarray(ids), blocks, module=straight.module, optimizer=constant,
-            mixture=(("cross_entropy", 1.0),), gamma=4.0, chunk=64, head=straight.head,
+            objective=Objective(), chunk=64, head=straight.head,
         )  # fmt: skip
     moved = np.asarray(state.params["hidden_norm"]["weight"]) - before
     np.testing.assert_allclose(moved, 1e-2, rtol=1e-2)
@@ -362,6 +363,16 @@ def test_a_steps_labels_index_the_head_rows_of_their_tokens(store, tmp_path):
     whole = [tuple(t) for t, r in zip(tokens.reshape(-1, 4), real.reshape(-1, 4)) if r[1:].all()]
     assert whole
     assert set(whole) <= known
+
+
+def test_a_recipe_with_visible_prefixes_has_the_same_anchors_and_fewer_labels(store, straight):
+    other = set_up(store, straight.config.run, prefix_base=0.9)
+    plain, shown = (make_step_input(setup, 0)[0] for setup in (straight, other))
+    np.testing.assert_array_equal(shown.anchors, plain.anchors)
+    assert set(np.unique(shown.first)) == {2, 3}
+    assert set(np.unique(plain.first)) == {1}
+    slot = np.arange(4)[None, None]
+    np.testing.assert_array_equal(shown.counts, plain.counts & (slot >= shown.first[:, :, None]))
 
 
 def test_a_frozen_norm_does_not_decay_and_a_matrix_does(straight):
@@ -419,6 +430,18 @@ def test_overrides_stand_above_the_file_and_are_toml(tmp_path):
         ("mixture = {}", "mixture"),
         ("mixture = {cross_entropy = -1.0}", "mixture=.* positive"),
         ("mixture = 3", "mixture=3"),
+        ('weights = "dpacee"', "weights='dpacee' must be of .*'dpace'"),
+        (
+            'weights = "dpace"\nmixture = {kl_divergence = 1}',
+            "weights='dpace' needs one of .*'cross_entropy'",
+        ),
+        ('normalize = "mean"', "normalize='mean' must be of .*'count'"),
+        ("dpace_alpha = 1.5", r"dpace_alpha=1\.5 must be at most 1"),
+        ("dpace_alpha = -0.5", r"dpace_alpha=-0\.5 must be a non-negative number"),
+        ("temperature = inf", "temperature=inf must be a positive number"),
+        ("mixture = {cross_entropy = inf}", "mixture=.* positive"),
+        ("temperature = 0", "temperature=0 must be a positive number"),
+        ("prefix_base = -1", "prefix_base=-1 must be a non-negative number"),
         ("prompts = {poems = 3}", "prompts"),
         (
             "frequent = 100\ncandidates = 50",
@@ -452,6 +475,10 @@ def test_a_run_is_not_gone_on_with_under_another_recipe(tmp_path):
     keep_recipe(recipe(tmp_path / "run", save_every=5))
     with pytest.raises(ValueError, match="another steps, warmup"):
         keep_recipe(recipe(tmp_path / "run", steps=7, warmup=1))
+    kept = json.loads((tmp_path / "run/recipe.json").read_text())
+    del kept["weights"]  # written before there were any
+    (tmp_path / "run/recipe.json").write_text(json.dumps(kept))
+    keep_recipe(recipe(tmp_path / "run"))
 
 
 def test_the_command_ends_with_1_and_one_line_for_a_missing_recipe(tmp_path):

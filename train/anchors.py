@@ -5,7 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 # An anchor is a supervised token with at least one supervised token behind it. Blocks may hang over
-# the end of a response: their slots past it carry no label, so short responses train too.
+# the end of a response: their slots past it carry no label, so short responses train too (NeMo wants
+# whole blocks and leaves the last Q - 1 tokens of a row without an anchor).
 
 
 def sample_anchors(
@@ -37,6 +38,19 @@ def sample_anchors(
     return jnp.where(real, position, 0).astype(jnp.int32), real
 
 
+def sample_first_slots(
+    key: jax.Array, shape: tuple[int, ...], block_size: int, base: float
+) -> Int[Array, "B A"]:
+    """Draws for each block the slot that is predicted first; the tokens before it are visible.
+
+    Slot l of [2, Q - 1], or 1 where a block has no slot 2, has a probability in proportion to `base`^l.
+
+    Source: NeMo Automodel `components/speculative/dflash/core.py` (D2SD, arXiv 2606.04446; base 0.9).
+    """
+    slots = jnp.arange(min(2, block_size - 1), block_size, dtype=jnp.int32)
+    return slots[jax.random.categorical(key, slots * jnp.log(base), shape=shape)]
+
+
 def block_labels(
     tokens: Int[Array, "B S"],
     supervised: Bool[Array, "B S"],
@@ -47,7 +61,9 @@ def block_labels(
     """Slot k's label, the token at anchor + k, and whether it counts.
 
     Slot 0 is the anchor itself and never counts; a slot counts while its token is in the row and
-    supervised, and its block's anchor is real.
+    supervised, and its block's anchor is real. A row is one document: in a packed row of speculators a
+    block runs on into the next one and is taught its tokens. Decoding reads slot k as the token at
+    anchor + k too: in SpecForge's DSpark the two are one slot apart.
     """
     B, S = tokens.shape
     slot = jnp.arange(block_size, dtype=anchors.dtype)[None, None]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.losses import OBJECTIVES
+from train.losses import LOSSES, Objective
 from train.prompts import KINDS
 
 
@@ -23,8 +23,14 @@ class TrainConfig:
         prompts: Prompts to build a kind.
         rows, refill, response_size, max_new_tokens: See `regenerate.regenerate`.
         num_hidden_layers, block_size, mask_token_id: The draft.
-        mixture: Share of each objective of `losses.OBJECTIVES`.
-        gamma: Decay of the slots' weights.
+        mixture: Share of each loss of `losses.LOSSES`.
+        temperature: Of the mixture's kl_divergence.
+        weights: Of a block's slots, a name in `losses.WEIGHTS`.
+        gamma: Decay of the slots' weights, for "decay".
+        dpace_alpha: Smoothing of the confidence, for "dpace" and its halves.
+        normalize: What divides the weighted sum of the losses, a name in `losses.NORMALIZERS`.
+        prefix_base: Blocks show a prefix of l tokens in proportion to prefix_base^l (D2SD; 0.9 there); 0
+            shows the anchor alone.
         batch_size: Sequences a step.
         anchors: Blocks a sequence.
         sequence_size: Tokens a sequence; longer ones are cut.
@@ -52,7 +58,12 @@ class TrainConfig:
     block_size: int = 8
     mask_token_id: int = 16
     mixture: Mapping[str, float] = dataclasses.field(default_factory=lambda: {"cross_entropy": 1.0})
+    temperature: float = 1.0
+    weights: str = "decay"
     gamma: float = 4.0
+    dpace_alpha: float = 0.5
+    normalize: str = "weights"
+    prefix_base: float = 0.0
     batch_size: int = 4
     anchors: int = 16
     sequence_size: int = 256
@@ -77,6 +88,7 @@ class TrainConfig:
         ]
         if problems:
             raise ValueError("; ".join(problems))
+        _ = self.objective  # raises for names that it does not know
         labels = self.batch_size * self.anchors * self.block_size
         if self.candidates < self.frequent + labels:
             raise ValueError(
@@ -88,12 +100,15 @@ class TrainConfig:
             raise ValueError(f"{self.rows=} must be a multiple of {self.refill=}")
 
     @property
-    def needs_teacher(self) -> bool:
-        return "kl_divergence" in self.mixture
+    def objective(self) -> Objective:
+        return Objective(
+            mixture=tuple(sorted(self.mixture.items())), weights=self.weights, gamma=self.gamma,
+            alpha=self.dpace_alpha, temperature=self.temperature, normalize=self.normalize,
+        )  # fmt: skip
 
 
 _LEAST = {"seed": 0, "mask_token_id": 0, "warmup": 0, "block_size": 2}
-_MAY_BE_ZERO = ("final_rate", "weight_decay", "b1", "b2")
+_MAY_BE_ZERO = ("final_rate", "weight_decay", "b1", "b2", "dpace_alpha", "prefix_base")
 
 
 def _faults(field: dataclasses.Field, value: Any) -> Iterator[str]:
@@ -104,23 +119,29 @@ def _faults(field: dataclasses.Field, value: Any) -> Iterator[str]:
     if field.type is int and (type(value) is not int or value < least):
         yield f"{name}={value!r} must be an integer, at least {least}"
     if field.type is float and not (
-        _is_number(value) and (value > 0 or (value == 0 and name in _MAY_BE_ZERO))
+        _is_number(value)
+        and (value > 0 or (value == 0 and name in _MAY_BE_ZERO))
+        and (value < float("inf") or name == "gamma")
     ):
         yield f"{name}={value!r} must be a {'non-negative' if name in _MAY_BE_ZERO else 'positive'} number"
     if name in ("b1", "b2") and _is_number(value) and value >= 1:
         yield f"{name}={value!r} must be less than 1"
+    if name == "dpace_alpha" and _is_number(value) and value > 1:
+        yield f"{name}={value!r} must be at most 1"
     if name == "dtype" and value not in ("float32", "bfloat16"):
         yield f"{name}={value!r} must be float32 or bfloat16"
     if name == "target_layer_ids" and not (
         isinstance(value, tuple) and value and all(type(i) is int and i >= 0 for i in value)
     ):
         yield f"{name}={value!r} must be a list of layers"
-    for table, known in (("mixture", OBJECTIVES), ("prompts", KINDS)):
+    for table, known in (("mixture", LOSSES), ("prompts", KINDS)):
         if name == table and not (
             isinstance(value, Mapping) and value and set(value) <= set(known)
         ):
             yield f"{name}={value!r} must be a table with keys of {sorted(known)}"
-        elif name == table and not all(_is_number(v) and v > 0 for v in value.values()):
+        elif name == table and not all(
+            _is_number(v) and 0 < v < float("inf") for v in value.values()
+        ):
             yield f"{name}={dict(value)!r} must hold positive numbers"
 
 

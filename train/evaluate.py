@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 from dflash_jax.models.draft import DFlashDraftModel
 from train.anchors import sample_anchors
 from train.data import make_batch
-from train.losses import acceptance_length, vocabulary_loss
+from train.losses import Objective, acceptance_length, vocabulary_loss
 from train.step import Blocks, block_hidden, make_blocks
 from train.store import Example
 
@@ -37,10 +37,8 @@ def block_correct(
     hidden = block_hidden(module, params, embedding, feature_scale, blocks)
     hidden = hidden.reshape(len(hidden), -1)
     labels = blocks.labels.reshape(-1)
-    totals = vocabulary_loss(
-        (("cross_entropy", 1.0),), hidden, head, labels, jnp.ones(labels.shape), chunk=chunk
-    )
-    return totals.correct.reshape(blocks.labels.shape)
+    rows = vocabulary_loss(Objective(), hidden, head, labels, chunk=chunk)
+    return rows.correct.reshape(blocks.labels.shape)
 
 
 def evaluate(

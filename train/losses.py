@@ -1,7 +1,9 @@
-"""Training objectives: weights over a block's slots, and the vocabulary loss in chunks."""
+"""Training objectives: losses over the vocabulary in chunks, the slots' weights, and what divides their sum."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,78 +12,253 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.ops.product import product
 
-# (draft logits [V c], labels [c], target logits [V c] or None) -> loss of each column [c]
-Objective = Callable[[Array, Array, Array | None], Array]
-
-
-def decay_weights(block_size: int, gamma: float | None) -> Float[Array, " Q"]:
-    """Slot k's weight exp(-(k-1)/gamma), 0 for the anchor's slot; without gamma, 1.
-
-    Source: arXiv 2602.06036, section 4 (gamma 7, 5, 4 for blocks of 16, 10, 8).
-    """
-    slot = jnp.arange(block_size)
-    weights = jnp.ones(block_size) if gamma is None else jnp.exp(-(slot - 1) / gamma)
-    return jnp.where(slot > 0, weights, 0.0)
+# Losses: (draft logits [V c], labels [c], target logits [V c]) -> loss of each column [c].
 
 
 def cross_entropy(
-    logits: Float[Array, "V c"], labels: Int[Array, " c"], teacher: Float[Array, "V c"] | None
+    logits: Float[Array, "V c"], labels: Int[Array, " c"], teacher: Any = None
 ) -> Float[Array, " c"]:
-    """-log p(label)."""
+    """-log p(label), the label a token of the data."""
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels, axis=0)
 
 
-def kl_divergence(
-    logits: Float[Array, "V c"], labels: Int[Array, " c"], teacher: Float[Array, "V c"] | None
+def target_cross_entropy(
+    logits: Float[Array, "V c"], labels: Int[Array, " c"], teacher: Float[Array, "V c"]
 ) -> Float[Array, " c"]:
-    """KL(target || draft) over the head rows that take part; labels are not used.
+    """-log p(the target's argmax) over the head rows that take part; labels are not used, here and below.
 
-    Source: speculators 0.9.0 `losses/eager.py`.
+    Source: speculators 0.9.0 `losses/eager.py`, as of the losses below.
     """
-    if teacher is None:
-        raise ValueError("kl_divergence needs the target's hidden states")
-    log_draft, log_target = jax.nn.log_softmax(logits, axis=0), jax.nn.log_softmax(teacher, axis=0)
-    return optax.losses.kl_divergence_with_log_targets(log_draft, log_target, axis=0)
+    return cross_entropy(logits, jnp.argmax(teacher, axis=0))
 
 
-OBJECTIVES: dict[str, Objective] = {"cross_entropy": cross_entropy, "kl_divergence": kl_divergence}
+def kl_divergence(
+    logits: Float[Array, "V c"],
+    labels: Int[Array, " c"],
+    teacher: Float[Array, "V c"],
+    temperature: float = 1.0,
+) -> Float[Array, " c"]:
+    """KL(target || draft); at a temperature T, T^2 times that of both logits over T.
+
+    Source: for T, NeMo Automodel `components/loss/kd_loss.py` (JetSpec, arXiv 2606.18394, equations 8 and 9).
+    """
+    log_p, log_q = _log_softmax(logits / temperature), _log_softmax(teacher / temperature)
+    return temperature**2 * _kl(log_q, log_p)
 
 
-class Totals(NamedTuple):
-    """Sums over rows, to be divided by the caller."""
+def reverse_kl(
+    logits: Float[Array, "V c"], labels: Int[Array, " c"], teacher: Float[Array, "V c"]
+) -> Float[Array, " c"]:
+    """KL(draft || target)."""
+    return _kl(_log_softmax(logits), _log_softmax(teacher))
 
-    loss: Float[Array, ""]
-    weight: Float[Array, ""]
+
+def js_divergence(
+    logits: Float[Array, "V c"], labels: Int[Array, " c"], teacher: Float[Array, "V c"]
+) -> Float[Array, " c"]:
+    """Jensen-Shannon: the mean of KL(target || m) and KL(draft || m), m halfway between the two."""
+    log_p, log_q = _log_softmax(logits), _log_softmax(teacher)
+    log_m = jnp.logaddexp(log_p, log_q) - jnp.log(2.0)
+    return 0.5 * (_kl(log_q, log_m) + _kl(log_p, log_m))
+
+
+def total_variation(
+    logits: Float[Array, "V c"], labels: Int[Array, " c"], teacher: Float[Array, "V c"]
+) -> Float[Array, " c"]:
+    """1 - overlap: how often rejection sampling rejects."""
+    return 1 - _overlap(logits, teacher)
+
+
+def negative_log_acceptance(
+    logits: Float[Array, "V c"], labels: Int[Array, " c"], teacher: Float[Array, "V c"]
+) -> Float[Array, " c"]:
+    """-log overlap, of an overlap of at least 1e-5."""
+    return -jnp.log(jnp.maximum(_overlap(logits, teacher), 1e-5))
+
+
+def lk_hybrid(
+    logits: Float[Array, "V c"],
+    labels: Int[Array, " c"],
+    teacher: Float[Array, "V c"],
+    eta: float = 3.0,
+) -> Float[Array, " c"]:
+    """KL(target || draft) where the two hardly overlap, total variation where they do (arXiv 2602.23881)."""
+    overlap = _overlap(logits, teacher)
+    share = jnp.exp(-eta * jax.lax.stop_gradient(overlap))
+    return share * kl_divergence(logits, labels, teacher) + (1 - share) * (1 - overlap)
+
+
+_log_softmax = functools.partial(jax.nn.log_softmax, axis=0)
+
+
+def _kl(log_p: Float[Array, "V c"], log_q: Float[Array, "V c"]) -> Float[Array, " c"]:
+    """KL(p || q)."""
+    return optax.losses.kl_divergence_with_log_targets(log_q, log_p, axis=0)
+
+
+def _overlap(logits: Float[Array, "V c"], teacher: Float[Array, "V c"]) -> Float[Array, " c"]:
+    """Sum of min(p, q): how often rejection sampling accepts."""
+    p, q = jax.nn.softmax(logits, axis=0), jax.nn.softmax(teacher, axis=0)
+    return jnp.minimum(p, q).sum(axis=0)
+
+
+LOSSES: dict[str, Callable[[Array, Array, Any], Array]] = {
+    loss.__name__: loss
+    for loss in (
+        cross_entropy, target_cross_entropy, kl_divergence, reverse_kl, js_divergence, total_variation,
+        negative_log_acceptance, lk_hybrid,
+    )
+}  # fmt: skip
+OF_THE_DATA = {"cross_entropy"}  # the others read the target's logits
+OF_ONE_TOKEN = {"cross_entropy", "target_cross_entropy"}
+
+
+# Weights of a block's slots.
+
+
+def decay_weights(slot: Int[Array, "..."], gamma: float) -> Float[Array, "..."]:
+    """exp(-slot / gamma), and 0 before slot 0, the first that is predicted.
+
+    Source: arXiv 2602.06036, section 4 (gamma 7, 5, 4 for blocks of 16, 10, 8); restarted behind a visible
+    prefix as in D2SD (arXiv 2606.04446).
+    """
+    return jnp.where(slot >= 0, jnp.exp(-jnp.maximum(slot, 0) / gamma), 0.0)
+
+
+def reach_weights(
+    confidence: Float[Array, "B A Q"], counts: Bool[Array, "B A Q"], alpha: float
+) -> Float[Array, "B A Q"]:
+    """Smoothed probability that all counting slots up to this one are right; D-PACE's one half.
+
+    Source: specforge 0.2.0 `dflash_family_model.py`, "dpace-cumulative-confidence-only".
+    """
+    return jnp.cumprod(jnp.where(counts, (1 - alpha) * confidence + alpha, 1.0), axis=2)
+
+
+def dpace_weights(
+    confidence: Float[Array, "B A Q"], counts: Bool[Array, "B A Q"], alpha: float
+) -> Float[Array, "B A Q"]:
+    """D-PACE (arXiv 2605.18810): what a slot adds to the expected accepted length, by its log-probability.
+
+    The sum, over the counting slots from this one on, of `reach_weights`.
+
+    Args:
+        confidence: The draft's probability of each slot's token; taken as a constant.
+        counts: Slots that are supervised; the others are 1 in the product and 0 in the sum.
+        alpha: 0 takes the confidence as it is, 1 as certainty.
+
+    Source: speculators 0.9.0 `losses/utils.py`; specforge 0.2.0 `dflash_family_model.py`.
+    """
+    return jax.lax.cumsum(reach_weights(confidence, counts, alpha) * counts, axis=2, reverse=True)
+
+
+def continuation_weights(
+    confidence: Float[Array, "B A Q"], counts: Bool[Array, "B A Q"], alpha: float
+) -> Float[Array, "B A Q"]:
+    """D-PACE's other half: `dpace_weights` given that the slot is reached and right.
+
+    Source: specforge 0.2.0 `dflash_family_model.py`, "dpace-continuation-value-only".
+    """
+    reach = reach_weights(confidence, counts, alpha)
+    return dpace_weights(confidence, counts, alpha) / jnp.maximum(
+        reach, jnp.finfo(jnp.float32).tiny
+    )
+
+
+# (objective, slot from the first predicted one on, counts, confidence), each [B A Q], -> weights [B A Q]
+WEIGHTS: dict[str, Callable[["Objective", Array, Array, Array], Array]] = {
+    "decay": lambda o, slot, counts, q: decay_weights(slot, o.gamma),
+    "none": lambda o, slot, counts, q: jnp.ones(counts.shape),
+    "dpace": lambda o, slot, counts, q: dpace_weights(q, counts, o.alpha),
+    "dpace_reach": lambda o, slot, counts, q: reach_weights(q, counts, o.alpha),
+    "dpace_continuation": lambda o, slot, counts, q: continuation_weights(q, counts, o.alpha),
+}
+
+# (weights, counts) -> what divides the weighted sum. NeMo and SpecForge divide by the weights, speculators
+# by the count: with one gamma, smaller gradients there. SpecForge's D-PACE divides by the sequences.
+NORMALIZERS: dict[str, Callable[[Array, Array], Array]] = {
+    "weights": lambda weights, counts: jnp.maximum(weights.sum(), 1e-6),
+    "count": lambda weights, counts: jnp.maximum(counts.sum(), 1),
+    "sequences": lambda weights, counts: jnp.float32(len(counts)),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What a step minimises; hashable.
+
+    Attributes:
+        mixture: (name in `LOSSES`, its share) pairs.
+        weights: Of the slots, a name in `WEIGHTS`.
+        gamma: Of "decay".
+        alpha: Of "dpace" and its halves, in [0, 1].
+        temperature: Of "kl_divergence".
+        normalize: What divides the weighted sum, a name in `NORMALIZERS`.
+    """
+
+    mixture: tuple[tuple[str, float], ...] = (("cross_entropy", 1.0),)
+    weights: str = "decay"
+    gamma: float = 4.0
+    alpha: float = 0.5
+    temperature: float = 1.0
+    normalize: str = "weights"
+
+    def __post_init__(self):
+        """Raises ValueError for an unknown name, and for D-PACE without a token to be confident of."""
+        names = {name for name, _ in self.mixture}
+        for field, given, known in (
+            ("mixture", names, LOSSES), ("weights", {self.weights}, WEIGHTS), ("normalize", {self.normalize}, NORMALIZERS),
+        ):  # fmt: skip
+            if not given or not given <= known.keys():
+                raise ValueError(f"{field}={getattr(self, field)!r} must be of {sorted(known)}")
+        if self.weights.startswith("dpace") and not names & OF_ONE_TOKEN:
+            raise ValueError(
+                f"weights={self.weights!r} needs one of {sorted(OF_ONE_TOKEN)} in the mixture, not only {sorted(names)}"
+            )
+
+    @property
+    def needs_teacher(self) -> bool:
+        return any(name not in OF_THE_DATA for name, _ in self.mixture)
+
+
+class Rows(NamedTuple):
+    """Of each row: its loss, the draft's confidence in the token, and whether the argmax is the label.
+
+    With both cross-entropies in the mixture the confidence is their geometric mean; with neither, it is 1.
+    """
+
+    loss: Float[Array, " R"]
+    confidence: Float[Array, " R"]
     correct: Bool[Array, " R"]
 
 
 def vocabulary_loss(
-    mixture: tuple[tuple[str, float], ...],
+    objective: Objective,
     hidden: Float[Array, "D R"],
     head: Float[Array, "V D"],
     labels: Int[Array, " R"],
-    weights: Float[Array, " R"],
     teacher: Float[Array, "D R"] | None = None,
     *,
     chunk: int,
-) -> Totals:
-    """Weighted loss of R rows without ever holding R columns of logits.
+) -> Rows:
+    """Losses of R rows without ever holding R columns of logits.
 
     Rows go through the head `chunk` at a time; the backward pass computes each chunk's logits again
     instead of keeping them.
 
     Args:
-        mixture: (objective's name, its share) pairs.
+        objective: Its mixture and temperature.
         hidden: The draft's hidden states.
         head: The target's head, or the rows of it that take part; `labels` index into it.
-        labels: Of each row; anything legal where the weight is 0.
-        weights: Of each row.
-        teacher: The target's normed hidden states at the same predictions, where an objective needs them.
+        labels: Of each row; anything legal where the row does not count.
+        teacher: The target's normed hidden states at the same predictions, where a loss needs them.
         chunk: Rows at a time; R need not be a multiple.
 
-    Returns:
-        Sum of weight x loss, sum of weights, and where the draft's argmax is the label.
+    Raises:
+        ValueError: If a loss needs a teacher and there is none.
     """
+    if objective.needs_teacher and teacher is None:
+        raise ValueError(f"mixture={objective.mixture} needs the target's hidden states")
     R = hidden.shape[1]
     chunk = min(chunk, R)
     pad = -R % chunk
@@ -92,20 +269,55 @@ def vocabulary_loss(
 
     @jax.checkpoint
     def one(rows):
-        h, label, weight, t = rows
+        h, label, t = rows
         logits = product(head, h[:, None])[:, 0]
         target = None if t is None else product(head, t[:, None])[:, 0]
-        loss = sum(share * OBJECTIVES[name](logits, label, target) for name, share in mixture)
-        return jnp.sum(weight * loss), jnp.argmax(logits, axis=0) == label
+        loss, confidence = _mixed(objective, logits, label, target)
+        return Rows(loss, confidence, jnp.argmax(logits, axis=0) == label)
 
-    rows = (
-        split(hidden),
-        split(labels),
-        split(weights),
-        None if teacher is None else split(teacher),
-    )
-    loss, correct = jax.lax.map(one, rows)
-    return Totals(loss.sum(), weights.sum(), correct.reshape(-1)[:R])
+    rows = (split(hidden), split(labels), None if teacher is None else split(teacher))
+    return jax.tree.map(lambda x: x.reshape(-1)[:R], jax.lax.map(one, rows))
+
+
+def _mixed(
+    objective: Objective, logits: Array, labels: Array, target: Array | None
+) -> tuple[Float[Array, " c"], Float[Array, " c"]]:
+    """The mixture's loss and the draft's confidence of each column."""
+    tempered = functools.partial(kl_divergence, temperature=objective.temperature)
+    losses = LOSSES | {"kl_divergence": tempered}
+    each = [(n, share, losses[n](logits, labels, target)) for n, share in objective.mixture]
+    token = [(share, value) for n, share, value in each if n in OF_ONE_TOKEN]
+    zero = jnp.zeros(labels.shape)
+    loss = sum((share * value for _, share, value in each), zero)
+    surprise = sum((share * value for share, value in token), zero)
+    mean = surprise / jnp.maximum(sum(share for share, _ in token), 1e-6)
+    return loss, jnp.exp(-jax.lax.stop_gradient(mean))
+
+
+class Totals(NamedTuple):
+    """Sums over a batch's rows, and each row's correctness."""
+
+    loss: Float[Array, ""]
+    weight: Float[Array, ""]
+    correct: Bool[Array, " R"]
+
+
+def weighted(
+    objective: Objective, rows: Rows, first: Int[Array, "B A"], counts: Bool[Array, "B A Q"]
+) -> tuple[Float[Array, ""], Totals]:
+    """The loss of a batch's slots, weighted and normalised; 0 where nothing counts.
+
+    Args:
+        rows: Of all slots, R = B * A * Q.
+        first: Slot of each block that is predicted first; the weights start there.
+        counts: Which slots are supervised.
+    """
+    slot = jnp.arange(counts.shape[2], dtype=first.dtype)[None, None] - first[:, :, None]
+    confidence = rows.confidence.reshape(counts.shape)
+    weights = WEIGHTS[objective.weights](objective, slot, counts, confidence) * counts
+    total = jnp.sum(weights * rows.loss.reshape(counts.shape))
+    loss = total / NORMALIZERS[objective.normalize](weights, counts)
+    return loss, Totals(total, weights.sum(), rows.correct)
 
 
 def acceptance_length(

@@ -32,7 +32,7 @@ from dflash_jax.config import DraftConfig, RopeConfig
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.pair import Target, load_draft, load_target
 from train import prompts as prompt_set
-from train.anchors import sample_anchors
+from train.anchors import sample_anchors, sample_first_slots
 from train.config import TrainConfig, read_recipe
 from train.data import batch_indices, candidate_ids, frequent_ids, load_examples, make_batch
 from train.evaluate import evaluate, supervised_tokens
@@ -119,7 +119,7 @@ def prepare(config: TrainConfig) -> Setup:
         built = prompt_set.build(config.prompts, config.seed)
         prompt_set.write_jsonl(prompts, prompt_set.split(built, 0)[0])
     taps = config.target_layer_ids
-    if config.needs_teacher:
+    if config.objective.needs_teacher:
         taps = (*taps, target.config.num_hidden_layers - 1)
     responses = list(read_shard(Path(config.responses), ())) if config.responses else []
     sets = {"responses": prompts} | {path.stem: path for path in prompt_set.EVALUATION_FILES}
@@ -180,10 +180,10 @@ def make_step_input(setup: Setup, step: int) -> tuple[Blocks, np.ndarray]:
     batch = make_batch([setup.examples[i] for i in chosen], config.sequence_size)
     key = jax.random.fold_in(jax.random.key(config.seed), step)
     width = len(draft.target_layer_ids) * draft.hidden_size
-    teacher = batch.features[..., width:] if config.needs_teacher else None
+    teacher = batch.features[..., width:] if config.objective.needs_teacher else None
     blocks = _sample_blocks(
         key, batch.tokens, batch.features[..., :width], batch.prompt_length, batch.length, teacher,
-        anchors=config.anchors, block_size=config.block_size,
+        anchors=config.anchors, block_size=config.block_size, prefix_base=config.prefix_base,
     )  # fmt: skip
     labels = np.asarray(blocks.labels)
     rng = np.random.default_rng((config.seed, step, 1))
@@ -191,13 +191,25 @@ def make_step_input(setup: Setup, step: int) -> tuple[Blocks, np.ndarray]:
     return blocks.replace(labels=jnp.asarray(np.searchsorted(ids, labels), jnp.int32)), ids
 
 
-@functools.partial(jax.jit, static_argnames=("anchors", "block_size"))
+@functools.partial(jax.jit, static_argnames=("anchors", "block_size", "prefix_base"))
 def _sample_blocks(
-    key, tokens, features, prompt_length, length, teacher, *, anchors: int, block_size: int
+    key,
+    tokens,
+    features,
+    prompt_length,
+    length,
+    teacher,
+    *,
+    anchors: int,
+    block_size: int,
+    prefix_base: float,
 ) -> Blocks:
     supervised = supervised_tokens(prompt_length, length, tokens.shape[1])
     positions, real = sample_anchors(key, supervised, anchors)
-    return make_blocks(tokens, features, supervised, positions, real, block_size, teacher)
+    first = None
+    if prefix_base > 0:
+        first = sample_first_slots(jax.random.fold_in(key, 1), real.shape, block_size, prefix_base)
+    return make_blocks(tokens, features, supervised, positions, real, block_size, teacher, first)
 
 
 def evaluate_all(setup: Setup, state: TrainState) -> dict[str, float]:
@@ -269,8 +281,7 @@ def one_step(setup: Setup, state: TrainState, step: int) -> tuple[TrainState, di
     blocks, ids = make_step_input(setup, step)
     state, metrics = train_step(
         state, setup.embedding, jnp.asarray(ids), blocks, module=setup.module, optimizer=setup.optimizer,
-        mixture=tuple(sorted(config.mixture.items())), gamma=config.gamma, chunk=config.chunk, head=setup.head,
-        dtype=config.dtype,
+        objective=config.objective, chunk=config.chunk, head=setup.head, dtype=config.dtype,
     )  # fmt: skip
     return state, {name: float(value) for name, value in metrics.items()}
 
@@ -315,9 +326,11 @@ def keep_recipe(config: TrainConfig) -> None:
         ValueError: If the folder holds a run of another recipe, naming the keys that differ.
     """
     path = Path(config.run) / "recipe.json"
-    recipe = json.loads(json.dumps(dataclasses.asdict(config)))
+    recipe, defaults = (
+        json.loads(json.dumps(dataclasses.asdict(c))) for c in (config, TrainConfig(run=config.run))
+    )
     if path.exists():
-        kept = json.loads(path.read_text())
+        kept = defaults | json.loads(path.read_text())  # keys that were not there yet had no effect
         free = {"run", "save_every", "evaluate_every"}
         other = sorted(k for k in kept.keys() | recipe.keys() if kept.get(k) != recipe.get(k))
         if other := [k for k in other if k not in free]:

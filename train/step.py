@@ -13,7 +13,7 @@ from dflash_jax.config import DraftConfig
 from dflash_jax.models import apply
 from dflash_jax.models.draft import DFlashDraftModel
 from train.anchors import block_labels
-from train.losses import Totals, decay_weights, vocabulary_loss
+from train.losses import Objective, Totals, vocabulary_loss, weighted
 
 
 class TrainState(struct.PyTreeNode):
@@ -38,8 +38,9 @@ class Blocks(struct.PyTreeNode):
     Attributes:
         features: `[B, S, C * D]`.
         teacher: The target's normed last hidden states `[B, S, D]`, where the objective needs them.
-        anchor_tokens: Ids `[B, A]`.
+        tokens: Ids `[B, A, Q]` of the positions that the blocks cover.
         anchors: Positions `[B, A]`.
+        first: Slot `[B, A]` of each block that is predicted first: 1, or more behind a visible prefix.
         labels: Ids `[B, A, Q]`, as indices into the head rows that take part.
         counts: Which labels count.
         real: Which anchors are real.
@@ -47,11 +48,16 @@ class Blocks(struct.PyTreeNode):
 
     features: Float[Array, "B S CD"]
     teacher: Float[Array, "B S D"] | None
-    anchor_tokens: Int[Array, "B A"]
+    tokens: Int[Array, "B A Q"]
     anchors: Int[Array, "B A"]
+    first: Int[Array, "B A"]
     labels: Int[Array, "B A Q"]
     counts: Bool[Array, "B A Q"]
     real: Bool[Array, "B A"]
+
+    @property
+    def anchor_tokens(self) -> Int[Array, "B A"]:
+        return self.tokens[:, :, 0]
 
 
 def check_trainable(config: DraftConfig) -> None:
@@ -79,17 +85,16 @@ def block_hidden(
     """
     check_trainable(module.config)
     B, A, Q = blocks.labels.shape
-    masks = jnp.full((B, A, Q - 1), module.config.mask_token_id, jnp.int32)
-    ids = jnp.concatenate([blocks.anchor_tokens[:, :, None], masks], axis=2).reshape(B, A * Q)
-    x = embedding[ids].transpose(2, 0, 1) * module.config.input_embedding_scale
+    seen = jnp.arange(Q)[None, None] < blocks.first[:, :, None]
+    ids = jnp.where(seen, blocks.tokens, module.config.mask_token_id)
+    x = embedding[ids.reshape(B, A * Q)].transpose(2, 0, 1) * module.config.input_embedding_scale
     context = (blocks.features.astype(jnp.float32) * feature_scale[None, None]).transpose(2, 0, 1)
     return apply(module, params, x, context, blocks.anchors, method="blocks")
 
 
 def block_loss(
     module: DFlashDraftModel,
-    mixture: tuple[tuple[str, float], ...],
-    gamma: float | None,
+    objective: Objective,
     chunk: int,
     params: Any,
     embedding: Float[Array, "V D"],
@@ -97,50 +102,54 @@ def block_loss(
     feature_scale: Float[Array, " CD"],
     blocks: Blocks,
 ) -> tuple[Float[Array, ""], Totals]:
-    """Mean loss over the counting slots, weighted by the decay and normalised by the weights' sum."""
-    B, A, Q = blocks.labels.shape
+    """The objective over the counting slots, and its parts."""
     hidden = block_hidden(module, params, embedding, feature_scale, blocks)
-    weights = decay_weights(Q, gamma)[None, None] * blocks.counts
-    teacher = None
-    if blocks.teacher is not None:
-        # Slot k's label is what the target said after position anchor + k - 1.
-        S = blocks.teacher.shape[1]
-        position = (
-            blocks.anchors[:, :, None] + jnp.arange(Q, dtype=blocks.anchors.dtype)[None, None] - 1
-        )
-        position = jnp.clip(position, 0, S - 1).reshape(B, -1, 1)
-        teacher = (
-            jnp.take_along_axis(blocks.teacher, position, axis=1)
-            .astype(jnp.float32)
-            .transpose(2, 0, 1)
-            .reshape(-1, B * A * Q)
-        )
-    flat = (blocks.labels.reshape(-1), weights.reshape(-1))
-    totals = vocabulary_loss(
-        mixture, hidden.reshape(len(hidden), -1), head, *flat, teacher, chunk=chunk
-    )
-    return totals.loss / jnp.maximum(totals.weight, 1e-6), totals
+    return hidden_loss(objective, chunk, hidden, head, blocks)
+
+
+def hidden_loss(
+    objective: Objective,
+    chunk: int,
+    hidden: Float[Array, "D B T"],
+    head: Float[Array, "V2 D"],
+    blocks: Blocks,
+) -> tuple[Float[Array, ""], Totals]:
+    """`block_loss` from the draft's hidden states `[D, B, A * Q]` on.
+
+    Raises:
+        ValueError: If the objective needs the target's states and the blocks have none.
+    """
+    rows = vocabulary_loss(
+        objective, hidden.reshape(len(hidden), -1), head, blocks.labels.reshape(-1), _teacher_rows(blocks), chunk=chunk,
+    )  # fmt: skip
+    return weighted(objective, rows, blocks.first, blocks.counts)
+
+
+def _teacher_rows(blocks: Blocks) -> Float[Array, "D R"] | None:
+    """The target's states that predict the labels: slot k's is that of position anchor + k - 1."""
+    if blocks.teacher is None:
+        return None
+    B, S, D = blocks.teacher.shape
+    slot = jnp.arange(blocks.labels.shape[2], dtype=blocks.anchors.dtype)
+    position = blocks.anchors[:, :, None] + slot[None, None] - 1
+    position = jnp.clip(position, 0, S - 1).reshape(B, -1, 1)
+    rows = jnp.take_along_axis(blocks.teacher, position, axis=1).astype(jnp.float32)
+    return rows.reshape(-1, D).T
 
 
 def make_blocks(
-    tokens, features, supervised, anchors, real, block_size: int, teacher=None
+    tokens, features, supervised, anchors, real, block_size: int, teacher=None, first=None
 ) -> Blocks:
-    """The blocks of given anchors, labels as token ids."""
+    """The blocks of given anchors, labels as token ids; slots before `first` are seen and do not count."""
     labels, counts = block_labels(tokens, supervised, anchors, real, block_size)
-    return Blocks(
-        features,
-        teacher,
-        jnp.take_along_axis(tokens, anchors, axis=1),
-        anchors,
-        labels,
-        counts,
-        real,
-    )
+    first = jnp.ones_like(anchors) if first is None else first
+    counts = counts & (jnp.arange(block_size)[None, None] >= first[:, :, None])
+    return Blocks(features, teacher, labels, anchors, first, labels, counts, real)
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("module", "optimizer", "mixture", "gamma", "chunk", "dtype"),
+    static_argnames=("module", "optimizer", "objective", "chunk", "dtype"),
     donate_argnames=("state",),
 )
 def train_step(
@@ -151,8 +160,7 @@ def train_step(
     *,
     module: DFlashDraftModel,
     optimizer: optax.GradientTransformation,
-    mixture: tuple[tuple[str, float], ...],
-    gamma: float | None,
+    objective: Objective,
     chunk: int,
     head: Float[Array, "V D"],
     dtype: str = "float32",
@@ -171,7 +179,7 @@ def train_step(
     def loss_fn(params):
         params = jax.tree.map(lambda x: x.astype(dtype), params)
         return block_loss(
-            module, mixture, gamma, chunk, params, embedding, rows, state.feature_scale, blocks
+            module, objective, chunk, params, embedding, rows, state.feature_scale, blocks
         )
 
     (loss, totals), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
