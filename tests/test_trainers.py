@@ -17,6 +17,7 @@ from train.losses import Objective, acceptance_length
 from train.step import block_hidden, hidden_loss, make_blocks
 
 TARGET_CE, KL = (("target_cross_entropy", 1.0),), (("kl_divergence", 1.0),)
+pytestmark = pytest.mark.slow
 MIX = (("target_cross_entropy", 0.1), ("total_variation", 0.9))
 SPECFORGE = {"gamma": 4.0, "alpha": 0.5, "normalize": "sequences"}
 SPECULATORS = {"gamma": 4.0, "alpha": 0.5, "normalize": "count"}

@@ -56,7 +56,7 @@ def test_rows_that_have_ended_have_no_say():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("verify", ["coupled", "rejection"])
+@pytest.mark.parametrize("verify", ["coupled", pytest.param("rejection", marks=pytest.mark.slow)])
 def test_tokens_are_the_same_at_any_width(temperature, verify):
     target, draft = random_target(), random_draft()
     kind = Sampling(temperature=temperature, verify=verify)
