@@ -69,6 +69,7 @@ def test_the_order_of_the_rows_changes_no_text():
     assert out.tokens == [alone()[i] for i in order]
 
 
+@pytest.mark.slow
 def test_in_bfloat16_the_draft_changes_no_text():
     target, draft = pair("bfloat16")
     other = random_draft(seed=9, dtype="bfloat16")
@@ -87,6 +88,7 @@ def test_one_key_gives_each_prompt_its_own():
     assert generate(target, draft, twins, key=jax.random.key(2), **options).tokens != texts
 
 
+@pytest.mark.slow
 def test_a_queue_keeps_the_rows_busy_through_growth_and_early_ends():
     """Short and long prompts and texts in turn, two rows, and a prompt beyond the first capacity."""
     target, draft = pair()

@@ -202,6 +202,7 @@ def first_round(target, draft, prompt) -> int:
     return int(decode(models, params, state, np.int32(1)).committed[0, 0])
 
 
+@pytest.mark.slow
 def test_teacher_forced_acceptance_at_an_anchor_is_the_generators_first_round(golden, golden_pair):
     target, draft = golden_pair
     c, t, Q = draft.config, target.config, draft.config.block_size

@@ -66,6 +66,7 @@ def test_a_round_copies_no_cache(rows, block_size):
     check_copies(*compiled(rows, block_size), kinds=1 if block_size == 1 else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_round_copies_no_ring(rows):
     program, state = compiled(rows, 8, RING)
@@ -131,6 +132,7 @@ def test_the_donated_state_is_gone_after_the_call():
     assert not any(x.is_deleted() for x in jax.tree.leaves(after))
 
 
+@pytest.mark.slow
 def test_the_number_of_programs_follows_rows_block_size_and_capacity_only():
     target, draft = random_target(seed=5), random_draft(seed=6)
 
@@ -152,6 +154,7 @@ def test_the_number_of_programs_follows_rows_block_size_and_capacity_only():
     assert programs(prompts_of(120), max_new_tokens=170) == (0, 0)
 
 
+@pytest.mark.slow
 def test_growth_makes_one_program_for_each_doubling():
     target = random_target(seed=5)
     before = decode._cache_size()

@@ -21,6 +21,13 @@ CASES = [
     "dflash_sliding_bidirectional", "dflash_mixed", "dflash_all_causal", "dflash_yarn", "dflash_softcap",
 ]  # fmt: skip
 DECODED = [*CASES, "speculators_full", "speculators_reduced_vocab"]
+QUICK = (
+    "dflash_full",
+    "dflash_mixed",
+    "dflash_yarn",
+    "dflash_old_layout",
+    "speculators_reduced_vocab",
+)
 TRAINED = [
     "speculators_full", "speculators_reduced_vocab", "speculators_sliding_causal", "speculators_sliding_noncausal",
 ]  # fmt: skip
@@ -54,7 +61,10 @@ def case(request, golden):
     return load_case(golden, request.param)
 
 
-@pytest.fixture(params=DECODED)
+# Each compiles programs of its own.
+@pytest.fixture(
+    params=[c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in DECODED]
+)
 def decoded(request, golden):
     return load_case(golden, request.param)
 

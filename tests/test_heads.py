@@ -226,6 +226,7 @@ def plain_rows():
     return rows_of(run(None, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lookup"),
     [

@@ -76,6 +76,7 @@ def test_features_are_the_taps_of_a_fresh_forward_and_the_last_tokens_are_zero()
         assert not e.features[-1].astype(np.float32).any()
 
 
+@pytest.mark.slow
 def test_features_come_in_the_order_of_the_taps_asked_for():
     prompts = numbered(4)
     both = [

@@ -68,6 +68,7 @@ def test_tokens_are_the_same_at_any_width(temperature, verify):
     assert [sum(r) for r in adapted.rounds] == [49, 49]
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_right_for_a_while_gets_its_width_back():
     """Wrong for 20 tokens, then always right: the rounds widen, and the text stays."""
     target, draft = random_target(), random_draft()
