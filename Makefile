@@ -10,8 +10,7 @@ demo: $(VENV)/.demo
 	@$(BIN)/dflash-jax generate "$(PROMPT)" --block-size 4 --stats
 
 test: $(VENV)/.test
-# Most of the time goes into compiling, so it is done quickly; .ci/run tests what users' programs are too.
-	XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python -m pytest -q -n auto --dist loadfile --max-worker-restart 0
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --max-worker-restart 0
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
