@@ -11,6 +11,7 @@ set of most likely ids whose probability reaches `top_p`.
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
@@ -21,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from dflash_jax import array_typing as at
 
 CANDIDATES = 64  # ids a filter is first looked for in
+CHUNK = 256  # logits of which `argmax` takes the maximum at once
 # Streams of noise. Coupled verification lets the draft use the target's; `rejection` must not.
 TARGET, DRAFT, ACCEPT = 0, 1, 2
 
@@ -91,14 +93,27 @@ class Proposals(NamedTuple):
 def argmax(logits: at.Logits) -> Int[Array, "B T"]:
     """Index of the largest logit along the leading axis, the first one among equals.
 
-    As a maximum and a search for it, since XLA's CPU backend runs an argmax along the leading axis
-    as a scalar loop (measured: 2.5 times the time for 8 columns).
+    First the chunk that holds it, then its place in there, so that all logits are read once: XLA's CPU
+    backend runs an argmax along the leading axis as a scalar loop, and a maximum with a search for it
+    as four passes over memory (measured behind a head of 49,152: 6 ms of 21 for 64 columns, now 1.4).
 
     NaN logits give X, an index that nothing has, instead of passing for a token.
     """
-    top = jnp.max(logits, axis=0, keepdims=True)
-    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
-    return jnp.min(jnp.where(logits == top, ids, logits.shape[0]), axis=0)
+    X = logits.shape[0]
+    size = math.gcd(X, CHUNK)
+    if size < 2:
+        return _first_maximum(logits)
+    chunks = logits.reshape(-1, size, *logits.shape[1:])
+    chunk = _first_maximum(chunks.max(axis=1))
+    index = jnp.minimum(chunk, len(chunks) - 1)[None, None]
+    inside = _first_maximum(jnp.take_along_axis(chunks, index, axis=0)[0])
+    return jnp.where(chunk < len(chunks), chunk * size + inside, X)
+
+
+def _first_maximum(x: Float[Array, "X B T"]) -> Int[Array, "B T"]:
+    """`argmax` as a maximum and a search for it."""
+    ids = jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    return jnp.min(jnp.where(x == x.max(axis=0, keepdims=True), ids, len(x)), axis=0)
 
 
 def position_keys(rows: RowSampling, stream: int, positions: at.Positions) -> Shaped[Array, "B T"]:

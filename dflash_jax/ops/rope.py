@@ -6,6 +6,7 @@ bfloat16 angle is already wrong in the first decimal at position 256.
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -27,7 +28,12 @@ def rope_table(rope: RopeConfig, head_dim: int, positions: at.Positions) -> at.R
     freq = jnp.asarray(freq, jnp.float32)
     freq = freq[:, None, None] if freq.ndim == 1 else freq
     angle = freq * positions[None].astype(jnp.float32)
-    return jnp.sin(angle) * scale, jnp.cos(angle) * scale
+    # As a loop of two steps, whose result XLA does not fuse into its readers: it would compute it
+    # again for every layer and head (measured: 7 of 208 ms of a round of 8 rows).
+    table = jax.lax.map(
+        lambda cosine: jnp.where(cosine, jnp.cos(angle), jnp.sin(angle)), np.array([False, True])
+    )
+    return table[0] * scale, table[1] * scale
 
 
 def apply_rotary_pos_emb(
