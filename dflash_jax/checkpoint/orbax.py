@@ -159,7 +159,7 @@ def _groups(leaves: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
     """Leaves, or what stands for them, by path: `_GROUP` bytes at most, or one that is larger."""
     group, size = {}, 0
     for path, leaf in leaves:
-        nbytes = math.prod(leaf.shape) * leaf.dtype.itemsize
+        nbytes = _nbytes(leaf)
         if group and size + nbytes > _GROUP:
             yield group
             group, size = {}, 0
@@ -170,6 +170,10 @@ def _groups(leaves: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
             group, size = {}, 0
     if group:
         yield group
+
+
+def _nbytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 @contextlib.contextmanager
@@ -284,7 +288,7 @@ def read_leaves(
     dtype: DTypeLike | None = None,
     sharding: Placement = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (path, array) of leaves of a folder written by Orbax; no others are read.
+    """Yields (path, array) of leaves of a folder written by Orbax, largest first; no others are read.
 
     At most the largest and 256 MiB of the others are held.
 
@@ -305,7 +309,9 @@ def read_leaves(
             return keys.blank(leaf.shape, kept)  # asks for a numpy array
         return jax.ShapeDtypeStruct(leaf.shape, kept, sharding=place)
 
-    for group in _groups((path, abstract(path, leaf)) for path, leaf in wanted.items()):
+    # What Orbax's threads have freed is not all given back: the largest come while that is little.
+    order = sorted(wanted.items(), key=lambda item: -_nbytes(item[1]))
+    for group in _groups((path, abstract(path, leaf)) for path, leaf in order):
         _free_memory()
         asked: Any = keys.nest(group)
         with _readable(folder), _options():
