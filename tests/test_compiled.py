@@ -66,6 +66,14 @@ def test_a_round_copies_no_cache(rows, block_size):
     check_copies(*compiled(rows, block_size), kinds=1 if block_size == 1 else 2)
 
 
+@pytest.mark.parametrize(("rows", "block_size"), SHAPES)
+def test_rotations_are_computed_once_a_model_and_not_in_every_layer(rows, block_size):
+    text = compiled(rows, block_size)[0].as_text()
+    tables = 1 if block_size == 1 else 2
+    for opcode in ("sine", "cosine"):
+        assert len(list(instructions(text, opcode))) == tables
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_round_copies_no_ring(rows):

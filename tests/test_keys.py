@@ -117,6 +117,22 @@ def test_one_error_names_every_unknown_missing_duplicated_and_misshapen_tensor(t
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize(
+    "largest",
+    [lambda x: keys._largest(np.asarray(x)), keys._largest_on_device],
+    ids=["host", "device"],
+)
+def test_one_nan_among_many_is_found_on_the_host_and_on_devices(largest, dtype):
+    """A maximum of floats passes over it in XLA's CPU backend."""
+    values = np.zeros((300, 200), dtype)
+    values[17, 3] = -3
+    assert np.asarray(largest(jnp.asarray(values))) == 3
+    for value in (np.nan, -np.nan):
+        values[170, 30] = value
+        assert np.isnan(np.asarray(largest(jnp.asarray(values))).astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_nan_and_infinities_are_an_error_naming_the_tensor(target, dtype, value):
     expected, tensors = target

@@ -154,6 +154,21 @@ def test_leaves_that_are_not_asked_for_are_not_read(tmp_path):
         dict(orbax.read_leaves(tmp_path / "a", stored))
 
 
+def test_the_largest_leaves_are_read_first(tmp_path, monkeypatch):
+    """Whatever their number of elements or names; so nothing else is held beside a large one."""
+    from orbax.checkpoint import v1 as ocp
+
+    tree = {
+        "a": np.ones(3, np.float32), "b": np.ones(60, np.float16), "c": np.ones((4, 10), np.float32)
+    }  # fmt: skip
+    ocp.save(str(tmp_path / "a"), tree)
+    monkeypatch.setattr(orbax, "_GROUP", 100)
+    order = [
+        path for path, _ in orbax.read_leaves(tmp_path / "a", orbax.read_shapes(tmp_path / "a"))
+    ]
+    assert order == ["c", "b", "a"]
+
+
 def test_an_existing_destination_is_refused_and_kept(draft, tmp_path):
     (tmp_path / "a").mkdir()
     with pytest.raises(ValueError, match="exists already"):

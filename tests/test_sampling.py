@@ -45,6 +45,24 @@ def random_logits(*shape, seed=0, scale=2.0):
     return jnp.asarray(np.random.default_rng(seed).normal(0, scale, shape), jnp.float32)
 
 
+@pytest.mark.parametrize("size", [1, 7, 63, 64, 96, 515, 768, 4096])
+def test_argmax_is_numpys_in_any_number_of_chunks(size):
+    """Among equals the first, in one chunk or in two; -inf are logits too; NaN gives no id."""
+    rng = np.random.default_rng(size)
+    logits = rng.integers(-3, 3, (size, 2, 40)).astype(np.float32)  # ties in every column
+    logits[:, 1, 0] = -np.inf
+    logits[:-1, 1, 1] = -np.inf  # the last is the largest
+    logits[-1, 1, 1] = -1e30
+    assert argmax(jnp.asarray(logits)).tolist() == logits.argmax(axis=0).tolist()
+    for place in {0, size // 2, size - 1}:
+        faulty = logits.copy()
+        faulty[place, 0, 3] = np.nan
+        expected = logits.argmax(axis=0)
+        expected[0, 3] = size
+        for f in (argmax, jax.jit(argmax)):
+            assert f(jnp.asarray(faulty)).tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"case{c['case']}")
 def test_filters_and_rejection_are_the_references(case):
     arrays = load_file(GOLDEN / "expected.safetensors")
@@ -160,11 +178,12 @@ def test_ids_name_the_tokens():
         assert named.tolist() == sample(dense, rows, positions).tolist()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nan_logits_give_an_id_that_no_vocabulary_has(temperature):
-    logits = random_logits(7, 1, 2).at[3, 0, 1].set(jnp.nan)
-    tokens = sample(logits, rows_of(temperature), jnp.zeros((1, 2), jnp.int32))
-    assert tokens[0, 0] < 7 <= tokens[0, 1]
+@pytest.mark.parametrize("size", [7, 4096])
+@pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (1.0, 0), (1.0, 5)])
+def test_nan_logits_give_an_id_that_no_vocabulary_has(temperature, top_k, size):
+    logits = random_logits(size, 1, 2).at[3, 0, 1].set(jnp.nan)
+    tokens = sample(logits, rows_of(temperature, top_k), jnp.zeros((1, 2), jnp.int32))
+    assert tokens[0, 0] < size <= tokens[0, 1]
 
 
 def test_top_p_keeps_the_token_that_crosses_it():

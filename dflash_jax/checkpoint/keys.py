@@ -384,8 +384,13 @@ def _on_host(value: jax.Array) -> bool:
 
 @jax.jit
 def _largest_on_device(value: jax.Array) -> jax.Array:
-    """`_largest` where the array is, sharded or not."""
-    return jnp.max(jnp.abs(value), initial=0)
+    """`_largest` where the array is, sharded or not.
+
+    By the bits here too: a maximum of floats may skip NaN on the CPU (see `sampling.argmax`).
+    """
+    bits = jax.lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
+    magnitudes = bits & (jnp.iinfo(bits.dtype).max >> 1)
+    return jax.lax.bitcast_convert_type(jnp.max(magnitudes, initial=0), value.dtype)
 
 
 def integer_fault(value: Any) -> str | None:
