@@ -168,7 +168,8 @@ def ending(expression):
         (PLAIN.replace("{{ m.content }}", "{{ m.content|upper }}"), r"where messages\[1\] ends"),
         (PLAIN.replace("{{ m.content }}", "{{ m.content[:6] }}"), r"where messages\[1\] ends"),
         (ending("messages[1].content"), r"where messages\[1\] ends"),
-        (ending("messages[1].content|length"), r"where messages\[1\] ends"),
+        (ending("messages[1].content[-1:]"), r"where messages\[1\] ends"),
+        (PLAIN.replace("{{ m.content }}", "{{ m.content|length }} {{ m.content }}"), r"where messages\[1\] ends"),
         (PLAIN.replace("<|im_end|>", ""), "with no special token"),
         (MARKED.replace("== 'assistant'", "== 'nobody'"), "generation block marks nothing"),
         ("{{ raise_exception('roles must alternate') }}", "refuses the conversation: roles must"),
@@ -177,6 +178,28 @@ def ending(expression):
 def test_a_template_that_does_not_show_its_turns_is_refused(with_template, template, message):
     with pytest.raises(ValueError, match=message):
         encode_chat(with_template(template), ONE)
+
+
+def test_a_template_whose_prompts_are_not_the_conversation_is_refused(with_template):
+    every = "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    template = "<|im_start|>{% if not add_generation_prompt %}" + every + "{% endif %}"
+    with pytest.raises(ValueError, match="does not show the turns one after another"):
+        encode_chat(with_template(template), TWO)
+
+
+def test_a_tokenizer_that_spells_parts_otherwise_is_refused(smollm2):
+    class Spaced:
+        """Puts a space before every text, as some SentencePiece tokenizers do."""
+
+        def __getattr__(self, name):
+            return getattr(smollm2, name)
+
+        def __call__(self, text, **options):
+            space = "" if text.startswith("<|im_end|>") else " "
+            return smollm2(space + text, **options)
+
+    with pytest.raises(ValueError, match="spells a turn otherwise alone"):
+        encode_chat(Spaced(), ONE)
 
 
 def test_a_template_may_trim_its_turns(with_template):
@@ -195,7 +218,7 @@ def test_a_conversation_that_an_assistant_opens_is_refused(smollm2):
 
 def write(folder, *rows, name="chats.jsonl"):
     path = folder / name
-    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in rows), encoding="utf-8")  # fmt: skip
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r, ensure_ascii=False) for r in rows), encoding="utf-8")  # fmt: skip
     return path
 
 

@@ -233,7 +233,7 @@ def _span(tokenizer: Any, messages: Sequence[Message], i: int, text: str) -> tup
     probe = [*messages[:i], {**messages[i], "content": content + _MARK}, *messages[i + 1 :]]
     before, mark, after = _render(tokenizer, probe).partition(_MARK)
     end = len(text) - len(after)
-    shown = mark and _MARK not in after and begin <= end and text.endswith(after)
+    shown = mark and begin <= end and text.endswith(after)
     # Some templates trim a turn; nothing else may depend on its content.
     if not shown or text[:end].rstrip() != before.rstrip():
         raise ValueError(f"the chat template does not show where messages[{i}] ends")
