@@ -10,14 +10,19 @@ from jaxtyping import Array, Bool, Int
 
 
 def sample_anchors(
-    key: jax.Array, supervised: Bool[Array, "B S"], count: int
+    key: jax.Array,
+    supervised: Bool[Array, "B S"],
+    count: int,
+    documents: Int[Array, "B S"] | None = None,
 ) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
     """Draws up to `count` distinct anchors a row, uniformly, in ascending order.
 
     Args:
         key: Consumed.
         supervised: Tokens of the response.
-        count: A.
+        count: A; a packed row's documents share it, each in proportion to its legal anchors.
+        documents: Of a packed row, the document of each position, negative for padding: an anchor's
+            successor is of its own. None where a row is one document.
 
     Returns:
         Positions, and which of them are real; a row with fewer than A legal anchors pads with
@@ -28,6 +33,9 @@ def sample_anchors(
     """
     follows = jnp.pad(supervised[:, 1:], ((0, 0), (0, 1)))
     legal = supervised & follows
+    if documents is not None:
+        same = documents[:, 1:] == documents[:, :-1]
+        legal = legal & jnp.pad(same, ((0, 0), (0, 1))) & (documents >= 0)
     priority = jnp.where(legal, jax.random.uniform(key, legal.shape), -1.0)
     S = legal.shape[1]
     best, position = jax.lax.top_k(priority, min(count, S))
@@ -57,12 +65,14 @@ def block_labels(
     anchors: Int[Array, "B A"],
     real: Bool[Array, "B A"],
     block_size: int,
+    documents: Int[Array, "B S"] | None = None,
 ) -> tuple[Int[Array, "B A Q"], Bool[Array, "B A Q"]]:
     """Slot k's label, the token at anchor + k, and whether it counts.
 
     Slot 0 is the anchor itself and never counts; a slot counts while its token is in the row and
-    supervised, and its block's anchor is real. A row is one document: in a packed row of speculators a
-    block runs on into the next one and is taught its tokens. Decoding reads slot k as the token at
+    supervised, and its block's anchor is real. In a packed row it must be of the anchor's document too,
+    so a block that hangs over the end trains the slots before it (speculators teaches such a block the
+    next document's tokens, NeMo leaves it out). Decoding reads slot k as the token at
     anchor + k too: in SpecForge's DSpark the two are one slot apart.
     """
     B, S = tokens.shape
@@ -73,4 +83,7 @@ def block_labels(
     labels = jnp.take_along_axis(tokens, flat, axis=1).reshape(position.shape)
     counts = jnp.take_along_axis(supervised, flat, axis=1).reshape(position.shape)
     counts = counts & inside & real[:, :, None] & (slot > 0)
+    if documents is not None:
+        of = jnp.take_along_axis(documents, flat, axis=1).reshape(position.shape)
+        counts = counts & (of == of[:, :, :1])
     return labels, counts

@@ -39,11 +39,12 @@ class Blocks(struct.PyTreeNode):
         features: `[B, S, C * D]`.
         teacher: The target's normed last hidden states `[B, S, D]`, where the objective needs them.
         tokens: Ids `[B, A, Q]` of the positions that the blocks cover.
-        anchors: Positions `[B, A]`.
+        anchors: Positions `[B, A]` in the row.
         first: Slot `[B, A]` of each block that is predicted first: 1, or more behind a visible prefix.
         labels: Ids `[B, A, Q]`, as indices into the head rows that take part.
         counts: Which labels count.
         real: Which anchors are real.
+        documents: Of packed rows, the document of each position, negative for padding.
     """
 
     features: Float[Array, "B S CD"]
@@ -54,6 +55,7 @@ class Blocks(struct.PyTreeNode):
     labels: Int[Array, "B A Q"]
     counts: Bool[Array, "B A Q"]
     real: Bool[Array, "B A"]
+    documents: Int[Array, "B S"] | None = None
 
     @property
     def anchor_tokens(self) -> Int[Array, "B A"]:
@@ -89,7 +91,7 @@ def block_hidden(
     ids = jnp.where(seen, blocks.tokens, module.config.mask_token_id)
     x = embedding[ids.reshape(B, A * Q)].transpose(2, 0, 1) * module.config.input_embedding_scale
     context = (blocks.features.astype(jnp.float32) * feature_scale[None, None]).transpose(2, 0, 1)
-    return apply(module, params, x, context, blocks.anchors, method="blocks")
+    return apply(module, params, x, context, blocks.anchors, blocks.documents, method="blocks")
 
 
 def block_loss(
@@ -138,13 +140,21 @@ def _teacher_rows(blocks: Blocks) -> Float[Array, "D R"] | None:
 
 
 def make_blocks(
-    tokens, features, supervised, anchors, real, block_size: int, teacher=None, first=None
+    tokens,
+    features,
+    supervised,
+    anchors,
+    real,
+    block_size: int,
+    teacher=None,
+    first=None,
+    documents=None,
 ) -> Blocks:
     """The blocks of given anchors, labels as token ids; slots before `first` are seen and do not count."""
-    labels, counts = block_labels(tokens, supervised, anchors, real, block_size)
+    labels, counts = block_labels(tokens, supervised, anchors, real, block_size, documents)
     first = jnp.ones_like(anchors) if first is None else first
     counts = counts & (jnp.arange(block_size)[None, None] >= first[:, :, None])
-    return Blocks(features, teacher, labels, anchors, first, labels, counts, real)
+    return Blocks(features, teacher, labels, anchors, first, labels, counts, real, documents)
 
 
 @functools.partial(

@@ -15,7 +15,7 @@ from dflash_jax.models.heads import HEADS
 from dflash_jax.models.heads.seam import Embed, Pick
 from dflash_jax.models.transformer import Embedding, Linear, RMSNorm
 from dflash_jax.ops.attention import attention, block_attention
-from dflash_jax.ops.mask import block_masks, draft_mask
+from dflash_jax.ops.mask import block_masks, document_positions, draft_mask
 from dflash_jax.ops.rope import rope_table
 from dflash_jax.sampling import Proposals
 
@@ -134,7 +134,11 @@ class DFlashDraftModel(nn.Module):
         self.propose(hidden, logits, anchors[:, 0], lambda tokens: x[:, :, :1], pick)
 
     def blocks(
-        self, x: at.Hidden, context: Float[Array, "CD B S"], anchors: Int[Array, "B A"]
+        self,
+        x: at.Hidden,
+        context: Float[Array, "CD B S"],
+        anchors: Int[Array, "B A"],
+        documents: Int[Array, "B S"] | None = None,
     ) -> at.Hidden:
         """Hidden states of many blocks of one sequence at once, for training.
 
@@ -143,25 +147,28 @@ class DFlashDraftModel(nn.Module):
 
         Args:
             x: Block embeddings `[D, B, A * Q]`, block after block.
-            context: Taps of the whole sequence `[C * D, B, S]`, positions 0..S-1.
-            anchors: Position of each block's anchor.
+            context: Taps of the whole sequence `[C * D, B, S]`.
+            anchors: Index of each block's anchor in its row.
+            documents: See `block_masks`; positions are each document's own.
 
         Returns:
             `[D, B, A * Q]`.
         """
         c = self.config
-        A = anchors.shape[1]
-        Q = x.shape[2] // A
-        positions = (anchors[:, :, None] + jnp.arange(Q, dtype=anchors.dtype)[None, None]).reshape(
-            len(anchors), -1
-        )
-        table = rope_table(c.rope, c.head_dim, positions)
-        every = jnp.broadcast_to(
-            jnp.arange(context.shape[2], dtype=jnp.int32), (len(anchors), context.shape[2])
-        )
+        B, A = anchors.shape
+        Q, S = x.shape[2] // A, context.shape[2]
+        if documents is None:
+            every, at_anchor = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S)), anchors
+        else:
+            every = document_positions(documents)
+            at_anchor = jnp.take_along_axis(every, anchors, axis=1)
+        positions = at_anchor[:, :, None] + jnp.arange(Q, dtype=anchors.dtype)[None, None]
+        table = rope_table(c.rope, c.head_dim, positions.reshape(B, -1))
         rows = self.context_keys_values(context, every)
-        size = context.shape[2]
-        masks = {see: block_masks(anchors, size, Q, *see, c.window_rule) for see in self._layouts()}
+        masks = {
+            see: block_masks(anchors, S, Q, *see, c.window_rule, documents)
+            for see in self._layouts()
+        }
         for layer, (ctx_k, ctx_v), see in zip(self.layers, rows, self._layouts()):
             q, k, v = layer.project(x, table, A)
             attended = block_attention(q, k, v, ctx_k, ctx_v, *masks[see])

@@ -4,6 +4,7 @@ A target's cache slot and the absolute position that it holds are the same numbe
 says which position each slot holds.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -94,14 +95,17 @@ def block_masks(
     window: int | None = None,
     causal: bool = False,
     rule: WindowRule = "zlab",
+    documents: Int[Array, "B S"] | None = None,
 ) -> tuple[Bool[Array, "B S A X"], Bool[Array, "Q Q"]]:
     """`draft_mask` of many blocks of one sequence: what each sees of the context, and of its own block.
 
     Args:
-        anchors: Position of each block's anchor.
+        anchors: Index of each block's anchor in its row.
         size: Context positions, 0..S-1.
         block_size: Q.
         window, causal, rule: See `draft_visible`.
+        documents: Of a packed row, the document of each position, negative for padding: the context
+            is the anchor's document's. None where a row is one document.
 
     Returns:
         `[B, S, A, Q]`, or `[B, S, A, 1]` where all slots see the same; and `[Q, Q]`, keys first.
@@ -111,5 +115,16 @@ def block_masks(
     slot = jnp.arange(block_size, dtype=anchors.dtype)
     before = key < 0
     far = before & draft_visible(slot[None, None, None], key, window, causal, rule)
+    if documents is not None:
+        own = jnp.take_along_axis(documents, anchors, axis=1)[:, None]
+        same = (documents[:, :, None] == own) & (own >= 0)
+        far = far & same[..., None]
     near = draft_visible(slot[None], slot[:, None], window, causal, rule)
     return far, jnp.broadcast_to(near, (block_size, block_size))
+
+
+def document_positions(documents: Int[Array, "B S"]) -> Int[Array, "B S"]:
+    """Positions that begin at 0 in each document of a packed row; a document lies in one piece."""
+    index = jnp.arange(documents.shape[1], dtype=jnp.int32)[None]
+    begins = jnp.diff(documents, axis=1, prepend=documents[:, :1]) != 0
+    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
