@@ -19,20 +19,16 @@ from dflash_jax.checkpoint import keys, orbax
 from dflash_jax.generation import generate
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.pair import load_draft
-from train import restore
+from train import draft, restore
 from train.config import TrainConfig, read_recipe
 from train.data import frequent_ids, load_examples
+from train.draft import draft_config, export
+from train.inputs import make_step_input
 from train.losses import Objective
+from train.optimizer import make_optimizer
 from train.restore import read_draft
-from train.run import (
-    Setup,
-    draft_config,
-    export,
-    first_state,
-    keep_recipe,
-    make_optimizer,
-    make_step_input,
-)
+from train.run import keep_recipe
+from train.setup import Setup
 from train.step import block_hidden, train_step
 from train.store import write_shard
 from train.warm_start import feature_scale, fold_scale, random_params, warm_start
@@ -41,6 +37,12 @@ RECIPE = Path(__file__).parent.parent / "train/recipes/smollm2.toml"
 TARGET = tiny_target()
 LAST = TARGET.config.num_hidden_layers - 1
 PROMPTS = prompts_of(3, 9, 6, 12, seed=8)
+
+
+def begin(setup: Setup):
+    return draft.first_state(
+        setup.config, setup.target, setup.module.config, setup.optimizer, setup.examples
+    )
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +83,7 @@ def checkpoint(setup: Setup, step: int):
     from orbax.checkpoint import v1 as ocp
 
     with ocp.training.Checkpointer((Path(setup.config.run) / "checkpoints").absolute()) as c:
-        return c.load(step, first_state(setup))
+        return c.load(step, begin(setup))
 
 
 def records(run) -> list[dict]:
@@ -233,14 +235,14 @@ def test_the_exported_draft_loads_and_decodes_like_the_target_alone(store, strai
 def test_an_export_takes_the_place_of_an_older_one_and_a_failed_one_leaves_it(straight, tmp_path):
     state, folder = checkpoint(straight, 6), tmp_path / "draft"
     older = checkpoint(straight, 4)
-    export(straight, older, folder)
+    export(straight.module.config, older, folder)
     before = (folder / "model.safetensors").read_bytes()
     bad = jax.tree.map(jnp.asarray, state.params) | {"fc": {"weight": jnp.full((32, 64), jnp.nan)}}
     with pytest.raises(ValueError, match=r"fc\.weight|fc/weight"):
-        export(straight, state.replace(params=bad), folder)
+        export(straight.module.config, state.replace(params=bad), folder)
     assert (folder / "model.safetensors").read_bytes() == before
     (tmp_path / "draft.new").mkdir()  # of an export that was killed
-    export(straight, state, folder)
+    export(straight.module.config, state, folder)
     assert (folder / "model.safetensors").read_bytes() != before
     assert [p.name for p in tmp_path.iterdir()] == ["draft"]
     folded = fold_scale(state.params, state.feature_scale)
@@ -261,7 +263,7 @@ def test_a_checkpoints_draft_is_read_without_the_optimizers_state(straight, tmp_
     assert asked == {f"params/{p}" for p in keys.flatten(state.params)} | {"feature_scale"}
     assert leaves_equal(read_draft(straight.config.run).params, draft.params)
     assert restore.main([straight.config.run, str(tmp_path / "draft")]) == 0
-    export(straight, state, tmp_path / "other")
+    export(straight.module.config, state, tmp_path / "other")
     weights = [(tmp_path / p / "model.safetensors").read_bytes() for p in ("draft", "other")]
     assert weights[0] == weights[1]
 
@@ -286,15 +288,15 @@ def test_the_folded_draft_on_raw_features_is_the_trained_one_on_scaled_features(
 
 def test_a_run_can_start_from_a_draft(straight, store, tmp_path):
     folder = tmp_path / "draft"
-    export(straight, checkpoint(straight, 6), folder)
+    export(straight.module.config, checkpoint(straight, 6), folder)
     setup = set_up(store, tmp_path / "run", init=str(folder))
-    state = first_state(setup)
+    state = begin(setup)
     folded = fold_scale(state.params, state.feature_scale)
     given = load_draft(folder, TARGET, dtype=jnp.float32).params
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8), folded, given)
     wrong = set_up(store, tmp_path / "run", init=str(folder), block_size=3)
     with pytest.raises(ValueError, match="init="):
-        first_state(wrong)
+        begin(wrong)
 
 
 def test_the_feature_scale_is_one_over_the_rms_without_first_and_last_position(store):
@@ -308,7 +310,7 @@ def test_the_feature_scale_is_one_over_the_rms_without_first_and_last_position(s
 
 
 def test_a_warm_start_passes_the_last_tap_through_fc(straight):
-    state = first_state(straight)
+    state = begin(straight)
     features = np.random.default_rng(0).standard_normal(64).astype(np.float32)
     through = state.params["fc"]["weight"] @ (features * state.feature_scale)
     np.testing.assert_allclose(through, features[-32:], rtol=1e-5, atol=1e-6)
@@ -329,7 +331,7 @@ def test_training_leaves_the_target_alone(store, straight):
 def test_float32_masters_keep_a_thousand_updates_of_1e_5(straight):
     """In bfloat16 a weight of 1 would never move."""
     constant = optax.stateless(lambda u, p: jax.tree.map(lambda x: jnp.full_like(x, 1e-5), u))
-    state = first_state(straight)
+    state = begin(straight)
     state = state.replace(opt_state=constant.init(state.params))
     blocks, ids = make_step_input(straight, 0)
     before = np.asarray(state.params["hidden_norm"]["weight"])
