@@ -1,4 +1,4 @@
-"""Chat data. `golden/templates/qwen3.jinja` is the template of Qwen3's tokenizer_config.json (Apache-2.0)."""
+"""Chat data; for the template of Qwen3 see `golden/templates/readme.md`."""
 
 import itertools
 import json
@@ -180,11 +180,55 @@ def test_a_template_that_does_not_show_its_turns_is_refused(with_template, templ
         encode_chat(with_template(template), ONE)
 
 
-def test_a_template_whose_prompts_are_not_the_conversation_is_refused(with_template):
+@pytest.mark.parametrize("messages", [ONE, TWO, [{"role": "system", "content": "Be brief."}, *ONE]])
+def test_a_template_whose_prompts_leave_out_what_is_asked_is_refused(with_template, messages):
+    """Else the user's text would stand behind the prompt, and be supervised."""
     every = "{% for m in messages %}{{ m.content }}<|im_end|>\n{% endfor %}"
     template = "<|im_start|>{% if not add_generation_prompt %}" + every + "{% endif %}"
+    with pytest.raises(ValueError, match=r"does not show messages\[\d\] before its answer"):
+        encode_chat(with_template(template), messages)
+
+
+def test_a_template_whose_prompts_are_not_the_conversation_is_refused(with_template):
+    """The last question alone is this conversation's beginning too."""
+    template = "{% for m in (messages[-1:] if add_generation_prompt else messages) %}" + LINE + "{% endfor %}" + PROMPT  # fmt: skip
     with pytest.raises(ValueError, match="does not show the turns one after another"):
-        encode_chat(with_template(template), TWO)
+        encode_chat(with_template(template), [*ONE, *ONE])
+
+
+TOOLS = [user("2+2?"), assistant("Let me see."), {"role": "tool", "content": "4"}, assistant("It is 4.")]  # fmt: skip
+
+
+def test_what_a_tool_returns_is_context(smollm2):
+    text, runs = spans(smollm2, *encode_chat(smollm2, TOOLS))
+    assert "<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\nIt is 4.<|im_end|>\n" in text
+    assert runs == ["Let me see." + END, "It is 4." + END]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "runs"),
+    [("keep", [THOUGHT + END] * 2), ("strip", ["It is 4." + END] * 2)],
+)
+def test_chatml_shows_the_reasoning_of_every_turn(tmp_path, smollm2, thinking, runs):
+    turns = [user("2+2?"), assistant(THOUGHT)] * 2
+    path = write(tmp_path, {"messages": turns})
+    (document,), _ = read_documents(path, smollm2, 200, thinking=thinking)
+    text, found = spans(smollm2, document.tokens, document.supervised)
+    shown = THOUGHT if thinking == "keep" else "It is 4."
+    turn = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n" + shown + "<|im_end|>\n"
+    assert (text, found) == (SYSTEM + turn * 2, runs)
+
+
+def test_qwen3_shows_what_a_tool_returns_as_the_users(qwen3):
+    text, runs = spans(qwen3, *encode_chat(qwen3, TOOLS))
+    assert "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n" in text
+    assert runs == ["Let me see." + END, "It is 4." + END]
+
+
+def test_a_template_without_tools_is_refused_where_there_is_one(with_template):
+    silent = PLAIN.replace("messages %}", "messages if m.role != 'tool' %}")
+    with pytest.raises(ValueError, match=r"does not show messages\[2\] before its answer"):
+        encode_chat(with_template(silent), TOOLS)
 
 
 def test_a_tokenizer_that_spells_parts_otherwise_is_refused(smollm2):
@@ -234,7 +278,11 @@ def test_every_form_of_a_line_is_read(tmp_path, smollm2, capsys):
     assert a[1] == ["Hello!" + END]
     assert c == ("Once upon\u2028a time", ["Once upon\u2028a time"])
     assert (report.kept, report.cut, report.dropped, report.unsupervised) == (3, 0, 0, 0)
-    assert capsys.readouterr().err == ""
+    tokens = sum(len(d.tokens) for d in documents)
+    supervised = sum(int(d.supervised.sum()) for d in documents)
+    assert (report.tokens, report.supervised) == (tokens, supervised)
+    said = f"3 documents, {tokens} tokens, {supervised} of them supervised"
+    assert said in capsys.readouterr().err
 
 
 def test_a_text_file_is_a_document_a_line(tmp_path, smollm2):
@@ -272,7 +320,7 @@ def test_reasoning_is_kept_or_taken_out(tmp_path, qwen3, thinking, runs):
         ({"messages": []}, "messages is no list of at least 1 turn"),
         ({"messages": "Hi"}, "messages is no list of at least 1 turn"),
         ({"messages": ["Hi"]}, r"messages\[0\] is no object with role and content"),
-        ({"messages": [user("a"), {"role": "bot", "content": "b"}]}, r"messages\[1\].role 'bot' is none of \['system', 'user', 'assistant'\]"),
+        ({"messages": [user("a"), {"role": "bot", "content": "b"}]}, r"messages\[1\].role 'bot' is none of \['system', 'user', 'assistant', 'tool'\]"),
         ({"messages": [{"role": ["user"], "content": "b"}]}, r"messages\[0\].role \['user'\] is none of"),
         ({"messages": [{"from": "human", "value": "b"}]}, r"messages\[0\].role None is none of"),
         ({"messages": [user("a"), assistant(None)]}, r"messages\[1\].content is no string but NoneType"),

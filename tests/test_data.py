@@ -1,14 +1,21 @@
 import numpy as np
 import pytest
 
-from train.data import batch_indices, candidate_ids, frequent_ids, load_examples, make_batch
-from train.store import Example, write_shard
+from train.data import (
+    batch_indices,
+    candidate_ids,
+    frequent_ids,
+    make_batch,
+    number,
+    stack_features,
+)
+from train.store import Example, load_examples, write_shard
 
 
 def example(length: int, prompt_length: int = 2, start: int = 0, width: int = 6) -> Example:
     tokens = np.arange(start, start + length, dtype=np.int32)
     features = np.arange(1, length * width + 1, dtype=np.float32).reshape(length, width)
-    return Example(f"e{start}", "chat", tokens, prompt_length, features)
+    return Example.response(f"e{start}", "chat", tokens, prompt_length, features)
 
 
 @pytest.mark.parametrize(("count", "batch_size"), [(12, 4), (13, 4), (5, 5), (9, 1)])
@@ -38,7 +45,7 @@ def test_batch_indices_depend_on_step_and_seed_alone():
 
 
 def test_fewer_examples_than_a_batch_are_an_error_with_both_numbers():
-    with pytest.raises(ValueError, match="3 responses are fewer than batch_size=4"):
+    with pytest.raises(ValueError, match="3 rows of examples are fewer than batch_size=4"):
         batch_indices(0, 3, 4, 0)
 
 
@@ -80,8 +87,8 @@ def test_candidates_without_room_for_the_labels_are_an_error():
 
 def test_frequent_ids_count_responses_only_and_break_ties_by_id():
     examples = [
-        Example("a", "chat", np.array([9, 9, 9, 5, 5, 2], np.int32), 3, np.zeros((6, 1))),
-        Example("b", "chat", np.array([9, 4, 2, 7], np.int32), 1, np.zeros((4, 1))),
+        Example.response("a", "chat", np.array([9, 9, 9, 5, 5, 2], np.int32), 3, np.zeros((6, 1))),
+        Example.response("b", "chat", np.array([9, 4, 2, 7], np.int32), 1, np.zeros((4, 1))),
     ]
     assert frequent_ids(examples, 3).tolist() == [2, 5, 4]
     assert frequent_ids(examples, 10).tolist() == [2, 5, 4, 7]
@@ -89,13 +96,28 @@ def test_frequent_ids_count_responses_only_and_break_ties_by_id():
 
 def test_a_batch_pads_short_examples_and_cuts_long_ones():
     short, long = example(3), example(9, prompt_length=4, start=50)
-    batch = make_batch([short, long], 6)
+    batch = make_batch([[short], [long]], 6)
     assert batch.tokens.tolist() == [[0, 1, 2, 0, 0, 0], [50, 51, 52, 53, 54, 55]]
-    assert batch.length.tolist() == [3, 6]
-    assert batch.prompt_length.tolist() == [2, 4]
-    np.testing.assert_array_equal(batch.features[0, :3], short.features)
-    assert not batch.features[0, 3:].any()
-    np.testing.assert_array_equal(batch.features[1], long.features[:6])
+    assert batch.supervised.astype(int).tolist() == [[0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1]]
+    assert batch.documents.tolist() == [[0, 0, 0, -1, -1, -1], [0] * 6]
+    features = stack_features([[short], [long]], 6)
+    np.testing.assert_array_equal(features[0, :3], short.features)
+    assert not features[0, 3:].any()
+    np.testing.assert_array_equal(features[1], long.features[:6])
+
+
+def test_rows_hold_their_examples_end_to_end():
+    a, b, c = example(3, 1), example(2, 1, 50), example(1, 0, 90)
+    batch = make_batch([[a, b], [c]], 6)
+    assert batch.tokens.tolist() == [[0, 1, 2, 50, 51, 0], [90, 0, 0, 0, 0, 0]]
+    assert batch.supervised.astype(int).tolist() == [[0, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 0]]
+    assert batch.documents.tolist() == [[0, 0, 0, 1, 1, -1], [0, -1, -1, -1, -1, -1]]
+    assert batch.documents.dtype == batch.tokens.dtype == np.int32
+    first, second, third = (number(e) for e in (a, b, c))
+    assert batch.numbers.tolist() == [[first] * 3 + [second] * 2 + [0], [third] + [0] * 5]
+    assert len({first, second, third}) == 3
+    with pytest.raises(ValueError, match="row 0 holds 5 tokens, more than size=4"):
+        make_batch([[a, b]], 4)
 
 
 def test_load_examples_reads_all_shards_in_order_and_names_an_empty_folder(tmp_path):

@@ -10,8 +10,8 @@ from training import CONFIG, TAPS, tiny_answers, tiny_target
 from dflash_jax.config import DraftConfig
 from dflash_jax.models.draft import DFlashDraftModel
 from train.anchors import sample_anchors
-from train.data import make_batch
-from train.evaluate import evaluate, supervised_tokens
+from train.data import make_batch, stack_features
+from train.evaluate import evaluate
 from train.step import block_hidden, make_blocks
 
 TARGET = tiny_target()
@@ -40,16 +40,12 @@ def evaluated(examples, head=None, batch_size=4, anchors=6, **options):
     )  # fmt: skip
 
 
-def test_the_response_and_nothing_else_is_supervised():
-    mask = supervised_tokens(jnp.array([2, 0, 3]), jnp.array([4, 1, 3]), 5)
-    assert mask.astype(int).tolist() == [[0, 0, 1, 1, 0], [1, 0, 0, 0, 0], [0] * 5]
-
-
 def test_it_is_the_mean_over_blocks_of_the_matching_prefix_and_one(examples):
-    batch = make_batch(examples[:4], SIZE)
-    supervised = supervised_tokens(jnp.asarray(batch.prompt_length), jnp.asarray(batch.length), SIZE)  # fmt: skip
+    rows = [[e] for e in examples[:4]]
+    batch = make_batch(rows, SIZE)
+    supervised = jnp.asarray(batch.supervised)
     positions, real = sample_anchors(jax.random.fold_in(jax.random.key(0), 0), supervised, 6)
-    blocks = make_blocks(jnp.asarray(batch.tokens), jnp.asarray(batch.features), supervised, positions, real, 4)  # fmt: skip
+    blocks = make_blocks(jnp.asarray(batch.tokens), jnp.asarray(stack_features(rows, SIZE)), supervised, positions, real, 4)  # fmt: skip
     embedding, head = (TARGET.params[k]["weight"] for k in ("embed_tokens", "lm_head"))
     hidden = jax.jit(block_hidden, static_argnums=0)(MODULE, PARAMS, embedding, jnp.ones(WIDTH), blocks)  # fmt: skip
     chosen = np.asarray(jnp.einsum("VD,DBT->BTV", head, hidden).argmax(axis=-1))

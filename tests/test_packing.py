@@ -15,10 +15,11 @@ from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.ops.mask import block_masks, document_positions
 from dflash_jax.pair import load_draft, load_target
 from train.anchors import block_labels, sample_anchors
-from train.chat import Document
+from train.data import make_batch
 from train.losses import Objective
-from train.packing import lay_out, pack, packed_rows
+from train.packing import lay_out, pack
 from train.step import block_hidden, block_loss, make_blocks
+from train.store import Example
 
 
 def read(golden, name):
@@ -27,11 +28,6 @@ def read(golden, name):
 
 def documents_of(arrays, name):
     return jnp.asarray(arrays[name], jnp.int32).reshape(-1, arrays[name].shape[-1])
-
-
-def document(length, prompt, start=0):
-    tokens = np.arange(start, start + length, dtype=np.int32)
-    return Document(f"d{start}", tokens, np.arange(length) >= prompt)
 
 
 # Rows.
@@ -68,16 +64,11 @@ def test_an_empty_document_and_one_longer_than_a_row_are_named(length):
         pack([8, length], 8)
 
 
-def test_rows_hold_their_documents_end_to_end():
-    rows = packed_rows([[document(3, 1), document(2, 1, 50)], [document(1, 0, 90)]], 6)
-    assert rows.tokens.tolist() == [[0, 1, 2, 50, 51, 0], [90, 0, 0, 0, 0, 0]]
-    assert rows.supervised.astype(int).tolist() == [[0, 1, 1, 0, 1, 0], [1, 0, 0, 0, 0, 0]]
-    assert rows.documents.tolist() == [[0, 0, 0, 1, 1, -1], [0, -1, -1, -1, -1, -1]]
-    assert rows.documents.dtype == rows.tokens.dtype == np.int32
+def test_arrays_are_laid_end_to_end():
     features = lay_out([[np.ones((2, 3)), np.full((1, 3), 2.0)]], 4)
     assert features[0, :, 0].tolist() == [1, 1, 2, 0]
-    with pytest.raises(ValueError, match="row 0 holds 5 tokens, more than size=4"):
-        packed_rows([[document(3, 1), document(2, 1)]], 4)
+    with pytest.raises(ValueError, match="row 0 holds 3 tokens, more than size=2"):
+        lay_out([[np.ones((2, 3)), np.full((1, 3), 2.0)]], 2)
 
 
 # Positions and masks.
@@ -199,7 +190,7 @@ def both_ways(lengths=(9, 3, 7), prompts=(2, 0, 3), size=24):
     """Blocks of the same documents packed in one row and in a row each, in the same order; features."""
     rng = np.random.default_rng(0)
     documents = [
-        Document(f"d{n}", rng.integers(60, size=n).astype(np.int32), np.arange(n) >= p)
+        Example.bare(f"d{n}", "chat", rng.integers(60, size=n).astype(np.int32), np.arange(n) >= p)
         for n, p in zip(lengths, prompts)
     ]
     features = [rng.standard_normal((n, WIDTH)).astype(np.float32) for n in lengths]
@@ -219,8 +210,8 @@ def both_ways(lengths=(9, 3, 7), prompts=(2, 0, 3), size=24):
     most = max(map(len, anchors))
     padded = [[*own, *[0] * (most - len(own))] for own in anchors]
     real = [[i < len(own) for i in range(most)] for own in anchors]
-    together = packed_rows([documents], size)
-    alone = packed_rows([[d] for d in documents], size)
+    together = make_batch([documents], size)
+    alone = make_batch([[d] for d in documents], size)
     return (
         blocks(together, lay_out([features], size), flat, np.ones((1, len(flat[0])), bool), True),
         blocks(alone, lay_out([[f] for f in features], size), padded, real, False),

@@ -14,12 +14,12 @@ TAPS, WIDTH = (1, 4, 9), 5
 def examples(count: int, dtype=np.float32, first: int = 0) -> list[Example]:
     rng = np.random.default_rng(first)
     return [
-        Example(
-            id=f"id{i}",
-            kind=("chat", "math")[i % 2],
-            tokens=rng.integers(100, size=4 + i, dtype=np.int32),
-            prompt_length=1 + i % 3,
-            features=rng.standard_normal((4 + i, len(TAPS) * WIDTH)).astype(dtype),
+        Example.response(
+            f"id{i}",
+            ("chat", "math")[i % 2],
+            rng.integers(100, size=4 + i, dtype=np.int32),
+            1 + i % 3,
+            rng.standard_normal((4 + i, len(TAPS) * WIDTH)).astype(dtype),
         )
         for i in range(first, first + count)
     ]
@@ -28,9 +28,11 @@ def examples(count: int, dtype=np.float32, first: int = 0) -> list[Example]:
 def assert_same(read: list[Example], written: list[Example], columns=slice(None)):
     assert len(read) == len(written)
     for a, b in zip(read, written):
-        assert (a.id, a.kind, a.prompt_length) == (b.id, b.kind, b.prompt_length)
+        assert (a.id, a.kind) == (b.id, b.kind)
+        np.testing.assert_array_equal(a.supervised, b.supervised)
         np.testing.assert_array_equal(a.tokens, b.tokens)
-        assert a.features.dtype == b.features.dtype
+        assert np.asarray(a.features).dtype == b.features.dtype
+        assert a.features.shape == a.features[:].shape
         np.testing.assert_array_equal(a.features, b.features[:, columns])
 
 
@@ -93,14 +95,14 @@ def test_a_write_that_is_cut_short_leaves_no_shard_and_can_be_repeated(
     monkeypatch.undo()
     write_shard(tmp_path, 1, examples(2, first=2), TAPS)
     assert len(read_ids(tmp_path)) == 4
-    assert [p.name for p in sorted(tmp_path.iterdir())] == ["00000.safetensors", "00001.safetensors"]  # fmt: skip
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["00000.safetensors", "00001.safetensors", "index.json"]  # fmt: skip
 
 
 def test_the_format_on_disk_is_the_documented_one(tmp_path):
     written = examples(2, ml_dtypes.bfloat16)
     write_shard(tmp_path, 0, written, TAPS)
     with safe_open(str(tmp_path / "00000.safetensors"), "np") as f:
-        assert set(f.keys()) == {"tokens", "features", "length", "prompt_length"}
+        assert set(f.keys()) == {"tokens", "features", "length", "supervised"}
         assert {k: json.loads(v) for k, v in f.metadata().items()} == {
             "ids": ["id0", "id1"],
             "kinds": ["chat", "math"],

@@ -21,7 +21,7 @@ from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.pair import load_draft
 from train import draft, restore
 from train.config import TrainConfig, read_recipe
-from train.data import frequent_ids, load_examples
+from train.data import frequent_ids
 from train.draft import draft_config, export
 from train.inputs import make_step_input
 from train.losses import Objective
@@ -30,7 +30,7 @@ from train.restore import read_draft
 from train.run import keep_recipe
 from train.setup import Setup
 from train.step import block_hidden, train_step
-from train.store import write_shard
+from train.store import load_examples, write_shard
 from train.warm_start import feature_scale, fold_scale, random_params, warm_start
 
 RECIPE = Path(__file__).parent.parent / "train/recipes/smollm2.toml"
@@ -303,7 +303,7 @@ def test_the_feature_scale_is_one_over_the_rms_without_first_and_last_position(s
     examples = load_examples(store, TAPS)
     rows = np.concatenate([e.features[1:-1] for e in examples])
     np.testing.assert_allclose(feature_scale(examples) * np.sqrt((rows**2).mean(axis=0)), 1, rtol=1e-5)  # fmt: skip
-    spiked = [dataclasses.replace(e, features=e.features.copy()) for e in examples]
+    spiked = [dataclasses.replace(e, features=e.features[:].copy()) for e in examples]
     for e in spiked:
         e.features[0] *= 1e3
     np.testing.assert_allclose(feature_scale(spiked), feature_scale(examples), rtol=1e-5)

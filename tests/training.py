@@ -49,7 +49,7 @@ def answers(target: Target, prompts, max_new_tokens: int, ids=TAPS) -> list[Exam
         tokens = np.array([*prompt, *new], np.int32)
         features = taps_of(target, tokens, ids).copy()
         features[-1] = 0
-        out.append(Example(f"p{i}", "chat", tokens, len(prompt), features))
+        out.append(Example.response(f"p{i}", "chat", tokens, len(prompt), features))
     return out
 
 

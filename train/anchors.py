@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 # An anchor is a supervised token with at least one supervised token behind it. Blocks may hang over
 # the end of a response: their slots past it carry no label, so short responses train too (NeMo wants
@@ -25,6 +25,24 @@ def sample_anchors(
             successor is of its own. None where a row is one document.
 
     Returns:
+        See `choose_anchors`.
+    """
+    return choose_anchors(jax.random.uniform(key, supervised.shape), supervised, count, documents)
+
+
+def choose_anchors(
+    noise: Float[Array, "B S"],
+    supervised: Bool[Array, "B S"],
+    count: int,
+    documents: Int[Array, "B S"] | None = None,
+) -> tuple[Int[Array, "B A"], Bool[Array, "B A"]]:
+    """The up to `count` legal anchors a row with most noise, in ascending order.
+
+    Args:
+        noise: Of each position, in [0, 1).
+        supervised, count, documents: See `sample_anchors`.
+
+    Returns:
         Positions, and which of them are real; a row with fewer than A legal anchors pads with
         position 0.
 
@@ -36,7 +54,7 @@ def sample_anchors(
     if documents is not None:
         same = documents[:, 1:] == documents[:, :-1]
         legal = legal & jnp.pad(same, ((0, 0), (0, 1))) & (documents >= 0)
-    priority = jnp.where(legal, jax.random.uniform(key, legal.shape), -1.0)
+    priority = jnp.where(legal, noise, -1.0)
     S = legal.shape[1]
     best, position = jax.lax.top_k(priority, min(count, S))
     # Unreal ones sort to the end.

@@ -2,7 +2,7 @@
 
 Supervised is what the target itself would write: an assistant turn behind its generation prompt, up
 to and with the token that ends it. Whatever the template adds (headers, the line break behind a turn,
-the empty think block of a turn that does not think) is context.
+the empty think block of a turn that does not think) is context, and so is what a tool returns.
 """
 
 import dataclasses
@@ -15,13 +15,17 @@ from typing import Any, Literal
 
 import numpy as np
 
+from train.store import Example
+
 Message = dict[str, str]
 Thinking = Literal["keep", "strip"]
 Turns = Literal["all", "last"]
 TooLong = Literal["drop", "cut"]
 
-ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
-SHAREGPT_ROLES = ROLES | {"human": "user", "gpt": "assistant"}
+ROLES = {name: name for name in ("system", "user", "assistant", "tool")}
+SHAREGPT_ROLES = ROLES | {
+    "human": "user", "gpt": "assistant", "function": "tool", "observation": "tool"
+}  # fmt: skip
 # Key of a line: its turns' keys for role and content, and the roles' names.
 _FORMS = {
     "messages": ("role", "content", ROLES),
@@ -31,29 +35,39 @@ _MARK = "\u2420end\u2420"  # stands behind a turn's content in a probe of the te
 _THOUGHT = re.compile(r"^.*</think>\s*", re.DOTALL)
 
 
-@dataclasses.dataclass(frozen=True)
-class Document:
-    """One conversation or text.
-
-    Attributes:
-        id: File name and line number.
-        tokens: int32 `[T]`.
-        supervised: bool `[T]`, true on what the draft learns to predict.
-    """
-
-    id: str
-    tokens: np.ndarray
-    supervised: np.ndarray
-
-
 @dataclasses.dataclass
 class Report:
-    """What became of a file's lines: `cut` ones are kept, `dropped` and `unsupervised` ones are not."""
+    """What became of files' lines: `cut` ones are kept, `dropped` and `unsupervised` ones are not.
+
+    `tokens` and `supervised` are those of the kept ones.
+    """
 
     kept: int = 0
     cut: int = 0
     dropped: int = 0
     unsupervised: int = 0
+    tokens: int = 0
+    supervised: int = 0
+
+    def __add__(self, other: "Report") -> "Report":
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other))
+        return Report(*(a + b for a, b in pairs))
+
+
+def read_files(
+    paths: Sequence[Path], tokenizer: Any, max_length: int, **options: Any
+) -> tuple[list[Example], Report]:
+    """`read_documents` of several files, and the sum of their reports.
+
+    Raises:
+        ValueError: If two files have one name, by which their documents are called.
+    """
+    names = [path.name for path in paths]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two data files are called {twice[0]}")
+    parts = [read_documents(path, tokenizer, max_length, **options) for path in paths]
+    documents = [document for part, _ in parts for document in part]
+    return documents, sum((report for _, report in parts), Report())
 
 
 def read_documents(
@@ -64,7 +78,7 @@ def read_documents(
     too_long: TooLong = "drop",
     thinking: Thinking = "keep",
     turns: Turns = "all",
-) -> tuple[list[Document], Report]:
+) -> tuple[list[Example], Report]:
     """The documents of a JSON lines file, or of a `.txt` file with a text a line.
 
     A JSON line holds `messages` (role and content, for thinking models also `reasoning_content`),
@@ -81,8 +95,8 @@ def read_documents(
             without their reasoning, which is not how the target wrote them: `last` leaves those out.
 
     Returns:
-        The documents with anything to learn from (two supervised tokens in a row), and the counts;
-        what is lost is also said on stderr.
+        The documents with anything to learn from (two supervised tokens in a row), without features,
+        and the counts, which are also said on stderr.
 
     Raises:
         ValueError: If a line is malformed, or a template does not show where its turns begin and end.
@@ -90,7 +104,7 @@ def read_documents(
     if max_length < 2:
         raise ValueError(f"{max_length=} is less than 2")
     documents, report = [], Report()
-    for where, row in _rows(path):
+    for where, row in read_rows(path):
         ids, supervised = _encoded(where, row, tokenizer, thinking, turns)
         long = len(ids) > max_length
         if long and too_long == "drop":
@@ -101,18 +115,21 @@ def read_documents(
             report.unsupervised += 1
             continue
         report.cut += long
-        documents.append(Document(where, np.array(ids[:max_length], np.int32), mask))
+        tokens = np.array(ids[:max_length], np.int32)
+        documents.append(Example.bare(where, path.stem, tokens, mask))
     report.kept = len(documents)
-    if report.cut or report.dropped or report.unsupervised:
-        print(
-            f"{path}: of over {max_length} tokens {report.dropped} left out and {report.cut} cut;"
-            f" {report.unsupervised} left out with nothing to learn from",
-            file=sys.stderr,
-        )
+    report.tokens = sum(len(d.tokens) for d in documents)
+    report.supervised = sum(int(d.supervised.sum()) for d in documents)
+    print(
+        f"{path}: {report.kept} documents, {report.tokens} tokens, {report.supervised} of them supervised;"
+        f" of over {max_length} tokens {report.dropped} left out and {report.cut} cut;"
+        f" {report.unsupervised} left out with nothing to learn from",
+        file=sys.stderr,
+    )
     return documents, report
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict]]:
+def read_rows(path: Path) -> Iterator[tuple[str, dict]]:
     """Where each line is and what it holds; a line of a `.txt` file is a text."""
     # Not splitlines, which also cuts at the line separators that JSON leaves inside a text.
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
@@ -134,13 +151,11 @@ def _rows(path: Path) -> Iterator[tuple[str, dict]]:
 def _encoded(
     where: str, row: dict, tokenizer: Any, thinking: Thinking, turns: Turns
 ) -> tuple[list[int], list[bool]]:
-    form = next((key for key in _FORMS if key in row), None)
+    form = _form(row)
     if form is None:
-        if not isinstance(row["text"], str):
-            raise ValueError(f"{where}: text is no string but {type(row['text']).__name__}")
-        ids = tokenizer(row["text"])["input_ids"]
+        ids = tokenizer(_text(where, row))["input_ids"]
         return ids, [True] * len(ids)
-    messages = _messages(where, form, row[form])
+    messages = _until(where, form, _messages(where, form, row[form]), ["assistant"])
     if thinking == "strip":
         messages = [_without_reasoning(m) for m in messages]
     try:
@@ -149,8 +164,42 @@ def _encoded(
         raise ValueError(f"{where}: {e}") from e
 
 
+def question(where: str, row: dict) -> list[Message]:
+    """What a target is to answer: a line's text, or its conversation up to the last question.
+
+    Args:
+        where: What the line is called in errors.
+        row: As of `read_rows`.
+
+    Raises:
+        ValueError: If the line is malformed.
+    """
+    form = _form(row)
+    if form is None:
+        return [{"role": "user", "content": _text(where, row)}]
+    return _until(where, form, _messages(where, form, row[form]), ["user", "tool"])
+
+
+def _form(row: dict) -> str | None:
+    return next((key for key in _FORMS if key in row), None)
+
+
+def _text(where: str, row: dict) -> str:
+    if not isinstance(row["text"], str):
+        raise ValueError(f"{where}: text is no string but {type(row['text']).__name__}")
+    return row["text"]
+
+
+def _until(where: str, form: str, messages: list[Message], roles: Sequence[str]) -> list[Message]:
+    """Turns up to the last of one of the roles."""
+    last = max((i for i, m in enumerate(messages) if m["role"] in roles), default=None)
+    if last is None:
+        raise ValueError(f"{where}: {form} has no {' or '.join(roles)} turn")
+    return messages[: last + 1]
+
+
 def _messages(where: str, form: str, turns: Any) -> list[Message]:
-    """Checked turns, up to the last of the assistant's."""
+    """Checked turns."""
     role_key, content_key, roles = _FORMS[form]
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{where}: {form} is no list of at least 1 turn")
@@ -171,10 +220,7 @@ def _messages(where: str, form: str, turns: Any) -> list[Message]:
                 key = content_key if key == "content" else key
                 raise ValueError(f"{name}.{key} is no string but {type(value).__name__}")
         messages.append(message)
-    last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=None)
-    if last is None:
-        raise ValueError(f"{where}: {form} has no assistant turn")
-    return messages[: last + 1]
+    return messages
 
 
 def _without_reasoning(message: Message) -> Message:
@@ -237,6 +283,10 @@ def _span(tokenizer: Any, messages: Sequence[Message], i: int, text: str) -> tup
     # Some templates trim a turn; nothing else may depend on its content.
     if not shown or text[:end].rstrip() != before.rstrip():
         raise ValueError(f"the chat template does not show where messages[{i}] ends")
+    # Else what is asked would stand behind `begin`, and pass for an answer.
+    asked = [*messages[: i - 1], {**messages[i - 1], "content": messages[i - 1]["content"] + _MARK}]
+    if _MARK not in _render(tokenizer, asked, add_generation_prompt=True):
+        raise ValueError(f"the chat template does not show messages[{i - 1}] before its answer")
     return begin, end
 
 

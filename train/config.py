@@ -4,8 +4,9 @@ import dataclasses
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
+from train.chat import Thinking, TooLong, Turns
 from train.losses import LOSSES, Objective
 from train.prompts import KINDS
 
@@ -17,6 +18,12 @@ class TrainConfig:
     Attributes:
         run: Folder of the run: responses, checkpoints, metrics and the draft.
         target: Checkpoint of the target; empty for the embedded one.
+        data: Files of conversations or texts to train on, see `chat.read_documents`; without any, the target's
+            answers to the built prompts.
+        too_long, thinking, turns: See `chat.read_documents`; too long is what has over sequence_size tokens.
+        packed: Whether several short examples share a row.
+        features: "stored": the target's taps are computed once, into the run's folder; "online": by the
+            target in each step; else the folder of a store made by `train.features`, which is the data too.
         responses: Shard of earlier responses of the target, whose prompts are not answered again.
         init: Draft to start from, in any readable dialect; empty for the target's last layers.
         target_layer_ids: Taps.
@@ -43,6 +50,12 @@ class TrainConfig:
 
     run: str
     target: str = ""
+    data: tuple[str, ...] = ()
+    too_long: TooLong = "drop"
+    thinking: Thinking = "keep"
+    turns: Turns = "all"
+    packed: bool = False
+    features: str = "stored"
     responses: str = ""
     init: str = ""
     seed: int = 0
@@ -98,6 +111,8 @@ class TrainConfig:
             raise ValueError(f"{self.warmup=} must be less than {self.steps=}")
         if self.rows % self.refill:
             raise ValueError(f"{self.rows=} must be a multiple of {self.refill=}")
+        if self.data and self.features not in ("stored", "online"):
+            raise ValueError(f"{self.data=} and {self.features=} both name what to train on")
 
     @property
     def objective(self) -> Objective:
@@ -128,6 +143,12 @@ def _faults(field: dataclasses.Field, value: Any) -> Iterator[str]:
         yield f"{name}={value!r} must be less than 1"
     if name == "dpace_alpha" and _is_number(value) and value > 1:
         yield f"{name}={value!r} must be at most 1"
+    if get_origin(field.type) is Literal and value not in get_args(field.type):
+        yield f"{name}={value!r} must be {' or '.join(get_args(field.type))}"
+    if field.type is bool and type(value) is not bool:
+        yield f"{name}={value!r} must be true or false"
+    if name == "data" and not (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
+        yield f"{name}={value!r} must be a list of files"
     if name == "dtype" and value not in ("float32", "bfloat16"):
         yield f"{name}={value!r} must be float32 or bfloat16"
     if name == "target_layer_ids" and not (

@@ -1,76 +1,87 @@
-"""Training batches from a store of regenerated responses, in an order that a step number determines."""
+"""Training batches: which examples a step takes, and how they lie in its rows."""
 
 import dataclasses
+import functools
+import zlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
-from jaxtyping import Int, Shaped
+from grain import MapDataset
+from jaxtyping import Bool, Int, Shaped, UInt32
 
-from train.store import Example, read_shard, shard_paths
+from train.packing import lay_out
+from train.store import Example
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """A few sequences, padded on the right.
+    """Rows of examples end to end, padded on the right.
 
     Attributes:
         tokens: int32 `[B, S]`.
-        features: Taps `[B, S, C * D]`; rows past a sequence's end are zero and never seen.
-        prompt_length: First position that is supervised.
-        length: First position that is padding.
+        supervised: bool `[B, S]`, false on padding.
+        documents: int32 `[B, S]`, which of its row's examples a position is of; -1 for padding.
+        numbers: uint32 `[B, S]`, `number` of the example that a position is of; 0 for padding.
     """
 
     tokens: Int[np.ndarray, "B S"]
-    features: Shaped[np.ndarray, "B S CD"]
-    prompt_length: Int[np.ndarray, " B"]
-    length: Int[np.ndarray, " B"]
+    supervised: Bool[np.ndarray, "B S"]
+    documents: Int[np.ndarray, "B S"]
+    numbers: UInt32[np.ndarray, "B S"]
 
 
-def load_examples(folder: Path, target_layer_ids: Sequence[int]) -> list[Example]:
-    """Every example of a store, held in memory.
+def number(example: Example) -> int:
+    """What stands for an example in the keys of its noise: its id's checksum, whatever its place."""
+    return zlib.crc32(example.id.encode())
+
+
+def make_batch(rows: Sequence[Sequence[Example]], size: int) -> Batch:
+    """Stacks rows of examples into rows of `size` tokens; longer examples are cut.
 
     Raises:
-        ValueError: If the folder has no shard, or a shard lacks a tap.
+        ValueError: If a row's examples are more than `size` together.
     """
-    paths = shard_paths(folder)
-    if not paths:
-        raise ValueError(f"{folder} holds no responses; make them with python -m train.regenerate")
-    return [example for path in paths for example in read_shard(path, target_layer_ids)]
+
+    def each(value, dtype, fill=0):
+        parts = [[np.asarray(value(i, e), dtype)[:size] for i, e in enumerate(row)] for row in rows]
+        return lay_out(parts, size, fill)
+
+    return Batch(
+        each(lambda i, e: e.tokens, np.int32),
+        each(lambda i, e: e.supervised, bool),
+        each(lambda i, e: np.full(len(e.tokens), i), np.int32, -1),
+        each(lambda i, e: np.full(len(e.tokens), number(e)), np.uint32),
+    )
 
 
-def make_batch(examples: Sequence[Example], size: int) -> Batch:
-    """Stacks examples into rows of `size` tokens; longer ones are cut."""
-    B, width = len(examples), examples[0].features.shape[1]
-    tokens = np.zeros((B, size), np.int32)
-    features = np.zeros((B, size, width), examples[0].features.dtype)
-    for row, example in enumerate(examples):
-        n = min(len(example.tokens), size)
-        tokens[row, :n] = example.tokens[:n]
-        features[row, :n] = example.features[:n]
-    prompt_length = np.array([e.prompt_length for e in examples], np.int32)
-    length = np.array([min(len(e.tokens), size) for e in examples], np.int32)
-    return Batch(tokens, features, prompt_length, length)
+def stack_features(rows: Sequence[Sequence[Example]], size: int) -> Shaped[np.ndarray, "B S CD"]:
+    """The features of `make_batch`'s rows; those behind a row's end are zero and never seen."""
+    return lay_out([[np.asarray(e.features)[:size] for e in row] for row in rows], size)
+
+
+@functools.lru_cache(maxsize=4)
+def _order(count: int, batch_size: int, seed: int) -> MapDataset:
+    shuffled = MapDataset.range(count).shuffle(seed=seed)
+    return shuffled.batch(batch_size, drop_remainder=True).repeat()
 
 
 def batch_indices(step: int, count: int, batch_size: int, seed: int) -> np.ndarray:
-    """Indices of step `step`'s examples: each epoch a fresh permutation, a last short batch left out.
+    """Which rows step `step` takes: each epoch a fresh permutation, a last short batch left out.
+
+    A position in the data is a step's number, so there is none to save.
 
     Raises:
         ValueError: If there are too few examples for one batch.
     """
     if count < batch_size:
-        raise ValueError(f"{count} responses are fewer than {batch_size=}")
-    per_epoch = count // batch_size
-    epoch, position = divmod(step, per_epoch)
-    order = np.random.default_rng((seed, epoch)).permutation(count)
-    return order[position * batch_size : (position + 1) * batch_size]
+        raise ValueError(f"{count} rows of examples are fewer than {batch_size=}")
+    return np.asarray(_order(count, batch_size, seed)[step])
 
 
 def frequent_ids(examples: Sequence[Example], count: int) -> np.ndarray:
-    """The `count` most frequent response tokens, most frequent first; ties go to the smaller id."""
+    """The `count` most frequent supervised tokens, most frequent first; ties go to the smaller id."""
     ids, counts = np.unique(
-        np.concatenate([e.tokens[e.prompt_length :] for e in examples]), return_counts=True
+        np.concatenate([e.tokens[e.supervised] for e in examples]), return_counts=True
     )
     return ids[np.argsort(-counts, kind="stable")][:count]
 

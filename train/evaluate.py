@@ -10,16 +10,10 @@ from jaxtyping import Array, Bool, Float
 
 from dflash_jax.models.draft import DFlashDraftModel
 from train.anchors import sample_anchors
-from train.data import make_batch
+from train.data import make_batch, stack_features
 from train.losses import Objective, acceptance_length, vocabulary_loss
 from train.step import Blocks, block_hidden, make_blocks
 from train.store import Example
-
-
-def supervised_tokens(prompt_length, length, size: int) -> Bool[Array, "B S"]:
-    """True on the response's tokens."""
-    position = jnp.arange(size)[None]
-    return (position >= prompt_length[:, None]) & (position < length[:, None])
 
 
 @functools.partial(jax.jit, static_argnames=("module", "chunk"))
@@ -59,17 +53,16 @@ def evaluate(
     for start in range(0, len(examples), batch_size):
         chosen = list(examples[start : start + batch_size])
         padded = chosen + [chosen[-1]] * (batch_size - len(chosen))
-        batch = make_batch(padded, size)
-        supervised = supervised_tokens(
-            jnp.asarray(batch.prompt_length), jnp.asarray(batch.length), size
-        )
+        rows = [[e] for e in padded]
+        batch = make_batch(rows, size)
+        supervised = jnp.asarray(batch.supervised)
         supervised = supervised & (jnp.arange(batch_size) < len(chosen))[:, None]
         positions, real = sample_anchors(
             jax.random.fold_in(jax.random.key(0), start), supervised, anchors
         )
         blocks = make_blocks(
             jnp.asarray(batch.tokens),
-            jnp.asarray(batch.features),
+            jnp.asarray(stack_features(rows, size)),
             supervised,
             positions,
             real,

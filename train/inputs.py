@@ -6,47 +6,95 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train.anchors import sample_anchors, sample_first_slots
-from train.data import batch_indices, candidate_ids, make_batch
-from train.evaluate import supervised_tokens
+from dflash_jax.ops.mask import document_positions
+from train.anchors import choose_anchors, sample_first_slots
+from train.data import batch_indices, candidate_ids, make_batch, stack_features
+from train.features import online_features
 from train.setup import Setup
 from train.step import Blocks, make_blocks
 
 
-def make_step_input(setup: Setup, step: int) -> tuple[Blocks, np.ndarray]:
-    """Step `step`'s blocks and head rows; a function of the step alone, so that a resumed run is the same run."""
+def make_step_input(
+    setup: Setup, step: int, process_index: int = 0, process_count: int = 1
+) -> tuple[Blocks, np.ndarray]:
+    """Step `step`'s blocks and head rows; a function of the step alone, so that a resumed run is the same run.
+
+    Args:
+        setup: Of the run.
+        step: From 0.
+        process_index, process_count: Which of the processes this is: each gets its slice of the batch's
+            rows, and all get the head rows of the whole batch.
+
+    Raises:
+        ValueError: If the rows do not divide among the processes.
+    """
     config, draft = setup.config, setup.module.config
-    chosen = batch_indices(step, len(setup.examples), config.batch_size, config.seed)
-    batch = make_batch([setup.examples[i] for i in chosen], config.sequence_size)
+    if config.batch_size % process_count:
+        raise ValueError(f"{config.batch_size=} must be a multiple of {process_count=}")
+    chosen = batch_indices(step, len(setup.rows), config.batch_size, config.seed)
+    rows = [[setup.examples[i] for i in setup.rows[n]] for n in chosen]
+    batch = make_batch(rows, config.sequence_size)
     key = jax.random.fold_in(jax.random.key(config.seed), step)
-    width = len(draft.target_layer_ids) * draft.hidden_size
-    teacher = batch.features[..., width:] if config.objective.needs_teacher else None
     blocks = _sample_blocks(
-        key, batch.tokens, batch.features[..., :width], batch.prompt_length, batch.length, teacher,
+        key, batch.tokens, batch.supervised, batch.documents, batch.numbers,
         anchors=config.anchors, block_size=config.block_size, prefix_base=config.prefix_base,
     )  # fmt: skip
     labels = np.asarray(blocks.labels)
     rng = np.random.default_rng((config.seed, step, 1))
     ids = candidate_ids(np.unique(labels), setup.frequent, draft.vocab_size, config.candidates, rng)
-    return blocks.replace(labels=jnp.asarray(np.searchsorted(ids, labels), jnp.int32)), ids
+    blocks = blocks.replace(labels=jnp.asarray(np.searchsorted(ids, labels), jnp.int32))
+    each = config.batch_size // process_count
+    own = slice(process_index * each, (process_index + 1) * each)
+    blocks = jax.tree.map(lambda x: x[own], blocks)
+    features = _features(setup, rows[own])
+    width = len(draft.target_layer_ids) * draft.hidden_size
+    return blocks.replace(
+        features=features[..., :width],
+        teacher=features[..., width:] if config.objective.needs_teacher else None,
+        documents=blocks.documents if config.packed else None,
+    ), ids
+
+
+def _features(setup: Setup, rows):
+    """The taps of the rows' examples, as the recipe wants them: stored, or computed now."""
+    size = setup.config.sequence_size
+    if setup.config.features == "online":
+        return online_features(setup.target, rows, setup.taps, size)
+    return jnp.asarray(stack_features(rows, size))
 
 
 @functools.partial(jax.jit, static_argnames=("anchors", "block_size", "prefix_base"))
 def _sample_blocks(
     key,
     tokens,
-    features,
-    prompt_length,
-    length,
-    teacher,
+    supervised,
+    documents,
+    numbers,
     *,
     anchors: int,
     block_size: int,
     prefix_base: float,
 ) -> Blocks:
-    supervised = supervised_tokens(prompt_length, length, tokens.shape[1])
-    positions, real = sample_anchors(key, supervised, anchors)
+    """Blocks without features. An anchor's noise is of the step, the example and the place in it."""
+
+    def keys_of(stream, numbers, places):
+        stream = jax.random.fold_in(key, stream)
+
+        def one(n, place):
+            return jax.random.fold_in(jax.random.fold_in(stream, n), place)
+
+        return jax.vmap(jax.vmap(one))(numbers, places)
+
+    places = document_positions(documents)
+    noise = jax.vmap(jax.vmap(jax.random.uniform))(keys_of(0, numbers, places))
+    positions, real = choose_anchors(noise, supervised, anchors, documents)
     first = None
     if prefix_base > 0:
-        first = sample_first_slots(jax.random.fold_in(key, 1), real.shape, block_size, prefix_base)
-    return make_blocks(tokens, features, supervised, positions, real, block_size, teacher, first)
+        at_anchors = (jnp.take_along_axis(x, positions, axis=1) for x in (numbers, places))
+        draw = functools.partial(
+            sample_first_slots, shape=(), block_size=block_size, base=prefix_base
+        )
+        first = jax.vmap(jax.vmap(draw))(keys_of(1, *at_anchors))
+    return make_blocks(
+        tokens, None, supervised, positions, real, block_size, None, first, documents
+    )

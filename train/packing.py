@@ -5,28 +5,9 @@
 """
 
 import bisect
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Bool, Int
-
-from train.chat import Document
-
-
-@dataclasses.dataclass(frozen=True)
-class PackedRows:
-    """Documents end to end, padded on the right.
-
-    Attributes:
-        tokens: int32 `[B, S]`.
-        supervised: bool `[B, S]`.
-        documents: int32 `[B, S]`.
-    """
-
-    tokens: Int[np.ndarray, "B S"]
-    supervised: Bool[np.ndarray, "B S"]
-    documents: Int[np.ndarray, "B S"]
 
 
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
@@ -66,16 +47,3 @@ def lay_out(rows: Sequence[Sequence[np.ndarray]], size: int, fill: int = 0) -> n
             raise ValueError(f"row {n} holds {total} tokens, more than {size=}")
         out[n, :total] = np.concatenate(row)
     return out
-
-
-def packed_rows(rows: Sequence[Sequence[Document]], size: int) -> PackedRows:
-    """Rows of documents as arrays; see `pack` and `lay_out`."""
-    return PackedRows(
-        lay_out([[d.tokens for d in row] for row in rows], size),
-        lay_out([[d.supervised for d in row] for row in rows], size),
-        lay_out(
-            [[np.full(len(d.tokens), i, np.int32) for i, d in enumerate(row)] for row in rows],
-            size,
-            -1,
-        ),
-    )

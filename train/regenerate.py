@@ -8,66 +8,42 @@ harvested and refilled every few rounds.
 """
 
 import argparse
-import dataclasses
 import functools
 import itertools
-import json
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from flax import struct
-from jaxtyping import Array, UInt16
+from jaxtyping import Array
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from dflash_jax import array_typing as at
 from dflash_jax.adapters import TargetModel
-from dflash_jax.cache import grow, write_rows
-from dflash_jax.decode import RUNNING, Models, State, decode, insert_rows, prefill
+from dflash_jax.decode import RUNNING, Models, State, decode, insert_rows
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.pair import Target, load_target, load_tokenizer
-from dflash_jax.sampling import Picker, Proposals
+from dflash_jax.sampling import Sampling
 from dflash_jax.states import PREFILL_CHUNK, new_state
-from train.store import Example, read_ids, shard_paths, write_shard
+from train.chat import question, read_rows
+from train.features import (
+    EXAMPLES_A_SHARD,
+    Recorder,
+    check_taps,
+    origin_of,
+    recorded,
+    with_features,
+)
+from train.store import Example, load_examples, read_ids, shard_paths, write_shard
 
 # Id, kind and token ids.
 TokenizedPrompt = tuple[str, str, list[int]]
 
 ROUNDS_A_CALL = 16
-EXAMPLES_A_SHARD = 128
-
-
-class Features(struct.PyTreeNode):
-    """A draft's cache that keeps the raw taps. `values` is `[B, S, C * D]`, the bits of bfloat16."""
-
-    values: UInt16[Array, "B S CD"]
-    length: at.Rows
-
-    def grow(self, size: int) -> "Features":
-        return self.replace(values=grow(self.values, size, axis=1))
-
-
-@dataclasses.dataclass(frozen=True)
-class Recorder:
-    """`decode.DraftFns` that proposes nothing and records the context."""
-
-    def extend(self, params: Any, context: at.Context, cache: Features) -> Features:
-        # XLA's CPU backend writes to a bfloat16 array by way of a float32 copy of all of it.
-        rows = jax.lax.bitcast_convert_type(
-            context.transpose(1, 2, 0).astype(jnp.bfloat16), jnp.uint16
-        )
-        return cache.replace(values=write_rows(cache.values, rows, cache.length, axis=1))
-
-    def propose(
-        self, params: Any, text: at.Tokens, cache: Features, block_size: int, pick: Picker
-    ) -> tuple[Proposals, Features]:
-        return Proposals(jnp.zeros((len(text), 0), text.dtype)), cache
 
 
 def regenerate(
@@ -79,13 +55,19 @@ def regenerate(
     refill: int,
     max_new_tokens: int,
     size: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    seed: int = 0,
 ) -> Iterator[Example]:
     """Yields an example for every prompt, in the order in which they end.
+
+    A sampled answer depends on the seed and the prompt's id, not on its row or its neighbours.
 
     Args:
         rows: Batch rows; a multiple of `refill`.
         refill: Rows that are harvested and refilled together.
         size: Cache slots a row.
+        sampling: How the target answers.
+        seed: Of sampled answers.
 
     Raises:
         ValueError: If a prompt is empty or does not fit, a tap is no layer, or `rows` no multiple.
@@ -99,9 +81,8 @@ def regenerate(
         """A prefilled state of the next `refill` prompts, and the owners of its rows."""
         batch = list(itertools.islice(queue, refill))
         owners = [*batch, *[None] * (refill - len(batch))]
-        return _prefilled(
-            target, models, params, owners, len(target_layer_ids), max_new_tokens, size
-        ), owners
+        state = _fresh(target, owners, max_new_tokens, size, sampling, seed)
+        return recorded(target, state, target_layer_ids), owners
 
     parts, owned = zip(*(next_rows() for _ in range(rows // refill)))
     state = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
@@ -133,9 +114,7 @@ def _check(
     max_new_tokens: int,
     size: int,
 ) -> None:
-    outside = [i for i in target_layer_ids if not 0 <= i < target.config.num_hidden_layers]
-    if outside:
-        raise ValueError(f"taps {outside} are not in [0, {target.config.num_hidden_layers})")
+    check_taps(target, target_layer_ids)
     if rows % refill:
         raise ValueError(f"{rows=} is not a multiple of {refill=}")
     for name, _, ids in prompts:
@@ -146,47 +125,22 @@ def _check(
             )
 
 
-def replay(
+def _fresh(
     target: Target,
-    responses: Sequence[Example],
-    target_layer_ids: tuple[int, ...],
-    *,
-    rows: int,
-    size: int,
-) -> Iterator[Example]:
-    """Yields stored responses with their features, computed again: prefill alone, nothing is decoded.
-
-    Raises:
-        ValueError: If a response does not fit.
-    """
-    stored = {e.id: e for e in responses}
-    whole = [(e.id, e.kind, e.tokens.tolist()) for e in responses]
-    # Room for a chunk behind every row, as `regenerate` asks of prompts.
-    size += PREFILL_CHUNK
-    for example in regenerate(
-        target, whole, target_layer_ids, rows=rows, refill=rows, max_new_tokens=0, size=size
-    ):
-        yield dataclasses.replace(example, prompt_length=stored[example.id].prompt_length)
-
-
-def _prefilled(
-    target: Target,
-    models: Models,
-    params: Any,
     owners: Sequence[TokenizedPrompt | None],
-    taps: int,
     max_new_tokens: int,
     size: int,
+    sampling: Sampling,
+    seed: int,
 ) -> State:
-    """A state after prefill; rows without an owner ask for no tokens."""
-    ids = [[0] if owner is None else owner[2] for owner in owners]
-    limits = [0 if owner is None else max_new_tokens for owner in owners]
-    state = new_state(target, ids, limits, target.stop_token_ids, size)
-    width = taps * target.config.hidden_size
-    values = jnp.zeros((len(owners), size, width), jnp.uint16)
-    features = Features(values, jnp.zeros((len(owners),), jnp.int32))
-    return prefill(
-        models.target, models.draft, params, state.replace(draft=features), chunk=PREFILL_CHUNK
+    """A state before prefill; rows without an owner ask for no tokens."""
+    names, ids, limits = zip(
+        *(("", [0], 0) if o is None else (o[0], o[2], max_new_tokens) for o in owners)
+    )
+    numbers = jnp.array([zlib.crc32(name.encode()) for name in names], jnp.uint32)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(seed), numbers)
+    return new_state(
+        target, ids, limits, target.stop_token_ids, size, [sampling] * len(owners), keys
     )
 
 
@@ -206,27 +160,28 @@ def _harvest(
         name, kind, ids = owner
         values = f[:n].copy().view(ml_dtypes.bfloat16)
         values[n - 1] = 0
-        yield Example(name, kind, t[:n], len(ids), values)
+        yield Example.response(name, kind, t[:n], len(ids), values)
 
 
 def read_prompts(path: Path, tokenizer, max_prompt_tokens: int) -> list[TokenizedPrompt]:
     """(id, kind, chat-template token ids) of each line that is short enough; says how many are not.
 
+    A line holds `text`, or a conversation as in `chat.read_documents`, whose turns up to the last
+    question are the prompt. Without `id` and `kind` these are the line's place and the file's name.
+
     Raises:
-        ValueError: If a line is no JSON object with these keys.
+        ValueError: If a line is malformed, or two have one id.
     """
-    prompts, too_long = [], 0
-    # Not splitlines, which also cuts at the line separators that JSON leaves inside a text.
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
-            continue
-        row = json.loads(line)
-        if not isinstance(row, dict) or not {"id", "kind", "text"} <= row.keys():
-            raise ValueError(f"{path}, line {number}: a prompt needs id, kind and text")
-        message = [{"role": "user", "content": row["text"]}]
-        ids = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    prompts: dict[str, TokenizedPrompt] = {}
+    too_long = 0
+    for where, row in read_rows(path):
+        messages = question(where, row)
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        name, kind = str(row.get("id", where)), str(row.get("kind", path.stem))
+        if name in prompts:
+            raise ValueError(f"{where}: another line has the id {name!r} too")
         if len(ids) <= max_prompt_tokens:
-            prompts.append((row["id"], row["kind"], ids))
+            prompts[name] = (name, kind, ids)
         else:
             too_long += 1
     if too_long:
@@ -234,7 +189,7 @@ def read_prompts(path: Path, tokenizer, max_prompt_tokens: int) -> list[Tokenize
             f"{path}: {too_long} prompts of over {max_prompt_tokens} tokens left out",
             file=sys.stderr,
         )
-    return prompts
+    return list(prompts.values())
 
 
 def answer_prompts(
@@ -248,15 +203,24 @@ def answer_prompts(
     max_new_tokens: int,
     size: int,
     responses: Sequence[Example] = (),
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    seed: int = 0,
 ) -> None:
     """Answers every prompt of a file that has no answer in `out` yet.
 
     Prompts too long for `size` are left out. Prompts of `responses` are not answered again: only
     their features are computed.
+
+    Raises:
+        ValueError: If a prompt is malformed, or `out` holds answers of another target or other taps.
     """
+    tokenizer = load_tokenizer(target)
+    origin = origin_of(target, tokenizer)
+    if shard_paths(out):
+        load_examples(out, target_layer_ids, origin)
     longest = size - max(max_new_tokens + 1, PREFILL_CHUNK)
     done = read_ids(out)
-    todo = [p for p in read_prompts(prompts, load_tokenizer(target), longest) if p[0] not in done]
+    todo = [p for p in read_prompts(prompts, tokenizer, longest) if p[0] not in done]
     wanted = {name for name, _, _ in todo}
     responses = [e for e in responses if e.id in wanted]
     known = {e.id for e in responses}
@@ -273,14 +237,14 @@ def answer_prompts(
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task, tokens = progress.add_task("", total=len(todo), tokens=0), 0
-        replayed = replay(target, responses, target_layer_ids, rows=refill, size=size)
+        replayed = with_features(target, responses, target_layer_ids, rows=refill)
         answered = regenerate(
             target, unanswered, target_layer_ids,
-            rows=rows, refill=refill, max_new_tokens=max_new_tokens, size=size,
+            rows=rows, refill=refill, max_new_tokens=max_new_tokens, size=size, sampling=sampling, seed=seed,
         )  # fmt: skip
         answers = itertools.chain(replayed if responses else (), answered if unanswered else ())
         while shard := list(itertools.islice(answers, EXAMPLES_A_SHARD)):
-            write_shard(out, index, shard, target_layer_ids)
+            write_shard(out, index, shard, target_layer_ids, origin)
             index += 1
             tokens += sum(len(e.tokens) - e.prompt_length for e in shard)
             progress.update(task, advance=len(shard), tokens=tokens)
@@ -290,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m train.regenerate", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("prompts", type=Path, help="JSON lines with id, kind and text")
+    parser.add_argument("prompts", type=Path, help="JSON lines with text or messages")
     parser.add_argument("out", type=Path, help="folder of shards; an interrupted run goes on")
     parser.add_argument(
         "--target", default=None, help="checkpoint of the target (default: embedded)"
@@ -302,12 +266,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--refill", type=int, default=16)
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--size", type=int, default=256, help="cache slots a row")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0, help="of sampled answers")
     args = parser.parse_args(argv)
     try:
         taps = tuple(int(i) for i in args.taps.split(","))
         answer_prompts(
             load_target(args.target), args.prompts, args.out, taps,
             rows=args.rows, refill=args.refill, max_new_tokens=args.max_new_tokens, size=args.size,
+            sampling=Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p), seed=args.seed,
         )  # fmt: skip
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)

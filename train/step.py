@@ -200,6 +200,7 @@ def train_step(
         "accuracy": jnp.sum(totals.correct & counted) / jnp.maximum(jnp.sum(counted), 1),
         "gradient_norm": optax.tree.norm(grads),
         "labels": jnp.sum(counted),
+        "rows_without_anchors": jnp.sum(~blocks.real.any(axis=1)),
     }
     state = state.replace(
         step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state
