@@ -5,8 +5,9 @@ A store is a folder of safetensors shards with an index, readable without this p
 `00000.safetensors`, `00001.safetensors`, ... hold sequences end to end: `tokens` int32 `[total]`,
 `supervised` bool `[total]`, `features` `[total, C * D]` (bfloat16 as the target writes them: the taps
 of each position side by side, in the order of `target_layer_ids`), and `length` int32, one a sequence.
-A sequence's last row of features is zero, since the target never read its last token. The metadata
-holds `ids`, `kinds` and `target_layer_ids` as JSON lists. Features of width 0 stand for none.
+A sequence's last row of features is zero, since the target never read its last token. The metadata's
+one entry, `examples`, is a JSON object of three lists: `ids`, `kinds` and `target_layer_ids`. Features of
+width 0 stand for none.
 
 `index.json` says what they belong to: `format` and `version` (see below); `target`, the sha256 of the
 weights (`features.target_hash`); `tokenizer`, that of its vocabulary (`features.tokenizer_hash`);
@@ -142,13 +143,14 @@ def write_shard(
                 f"{folder} holds shards with "
                 + "; ".join(f"{key} {old[key]!r}, not {head[key]!r}" for key in differing)
             )
-    metadata = {
-        "ids": json.dumps([e.id for e in examples]),
-        "kinds": json.dumps([e.kind for e in examples]),
-        "target_layer_ids": json.dumps(list(target_layer_ids)),
+    lists = {
+        "ids": [e.id for e in examples],
+        "kinds": [e.kind for e in examples],
+        "target_layer_ids": list(target_layer_ids),
     }
     partial, path = folder / f".{index:05d}.partial", folder / f"{index:05d}.safetensors"
-    save_file(tensors, str(partial), metadata)
+    # One entry: safetensors writes several in any order, and the same shard must be the same bytes.
+    save_file(tensors, str(partial), {"examples": json.dumps(lists)})
     entry = {
         "file": path.name,
         "sha256": file_hash(partial),
@@ -198,8 +200,14 @@ def read_ids(folder: Path) -> set[str]:
     ids: set[str] = set()
     for path in shard_paths(folder):
         with safe_open(str(path), "np") as f:
-            ids.update(json.loads(f.metadata()["ids"]))
+            ids.update(_lists(f)["ids"])
     return ids
+
+
+def _lists(file: Any) -> dict[str, list]:
+    """A shard's lists; the older layout has an entry for each."""
+    entries = {key: json.loads(text) for key, text in file.metadata().items()}
+    return entries.get("examples", entries)
 
 
 def load_examples(
@@ -258,15 +266,16 @@ class Shard:
         self._verified, self._lock = False, threading.Lock()
         try:
             self._file = safe_open(str(path), "np")
-            metadata = {k: json.loads(v) for k, v in self._file.metadata().items()}
-            self.ids, self.kinds = metadata["ids"], metadata["kinds"]
-            self.taps = metadata["target_layer_ids"]
+            lists = _lists(self._file)
+            self.ids, self.kinds, self.taps = (
+                lists[k] for k in ("ids", "kinds", "target_layer_ids")
+            )
             self.tokens = self._file.get_tensor("tokens")
             self.ends = np.cumsum(self._file.get_tensor("length"), dtype=np.int64)
             self.starts = np.concatenate([[0], self.ends[:-1]])
             self.supervised = self._supervised()
             self._features = self._file.get_slice("features")
-        except (SafetensorError, OSError, KeyError, ValueError) as e:
+        except (SafetensorError, OSError, KeyError, ValueError, AttributeError) as e:
             raise ValueError(f"{path} is no shard of examples: {e}") from e
         self.rows, self.width = self._features.get_shape()
         counts = {
