@@ -9,6 +9,7 @@ from training import STOP, TAPS, taps_of, tiny_target
 
 import train.regenerate
 from dflash_jax.generation import generate
+from dflash_jax.sampling import Sampling
 from dflash_jax.states import PREFILL_CHUNK
 from train.features import with_features
 from train.regenerate import answer_prompts, main, read_prompts, regenerate
@@ -23,10 +24,9 @@ def numbered(*lengths: int):
     return [(f"p{i}", ("chat", "math")[i % 2], ids) for i, ids in enumerate(prompts_of(*lengths))]
 
 
-def regenerated(prompts, rows, refill):
-    return list(
-        regenerate(TARGET, prompts, TAPS, rows=rows, refill=refill, max_new_tokens=NEW, size=SIZE)
-    )
+def regenerated(prompts, rows, refill, **options):
+    sizes = {"rows": rows, "refill": refill, "max_new_tokens": NEW, "size": SIZE}
+    return list(regenerate(TARGET, prompts, TAPS, **sizes, **options))
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +89,21 @@ def test_features_come_in_the_order_of_the_taps_asked_for():
     assert np.any(both[0].features[:, :width] != both[0].features[:, width:])
 
 
+def test_sampled_answers_are_of_the_seed_and_the_prompts_id(plain):
+    def answers(prompts, seed=0, **sampling):
+        found = regenerated(prompts, 2, 1, sampling=Sampling(**sampling), seed=seed)
+        return {e.id: e.tokens[e.prompt_length :].tolist() for e in found}
+
+    prompts = numbered(*LENGTHS)
+    hot = answers(prompts, temperature=1.5)
+    assert hot != plain
+    assert answers(prompts[::-1][:3], temperature=1.5) == {n: hot[n] for n in ("p4", "p5", "p6")}
+    assert answers(prompts, seed=1, temperature=1.5) != hot
+    assert answers(prompts, temperature=1.5, top_k=1) == plain
+    twice = [("a", "chat", prompts[4][2]), ("b", "chat", prompts[4][2])]
+    assert len({tuple(t) for t in answers(twice, temperature=1.5).values()}) == 2
+
+
 @pytest.mark.parametrize(
     ("prompts", "rows", "message"),
     [
@@ -111,9 +126,8 @@ class Tokenizer:
     def apply_chat_template(self, messages, *, add_generation_prompt, return_dict):
         assert add_generation_prompt
         assert not return_dict
-        (message,) = messages
-        assert message["role"] == "user"
-        return [1 + ord(c) % 40 for c in message["content"]]
+        assert messages[-1]["role"] == "user"
+        return [1 + ord(c) % 40 for c in "".join(m["content"] for m in messages)]
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +196,42 @@ def test_prompts_are_read_whole_and_too_long_ones_are_left_out_and_counted(promp
     assert [p[0] for p in prompts] == ["p0", "p1", "p3", "p4", "p5"]
     assert len(prompts[1][2]) == len("a line\u2028in two")
     assert "1 prompts of over 36 tokens left out" in capsys.readouterr().err
+
+
+def test_a_conversations_last_question_is_asked_again(tmp_path):
+    first = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    again = [{"role": "user", "content": "Why"}, {"role": "assistant", "content": "So"}]
+    share = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
+    rows = [
+        {"messages": first + again}, {"messages": first + again[:1], "id": "x"},
+        {"conversations": share, "kind": "math"}, {"text": "Hi", "id": 7},
+    ]  # fmt: skip
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(json.dumps(r) for r in rows))
+    asked = [[1 + ord(c) % 40 for c in text] for text in ("HiHoWhy", "HiHoWhy", "Hi", "Hi")]
+    assert read_prompts(path, Tokenizer(), 36) == [
+        ("chats.jsonl, line 1", "chats", asked[0]),
+        ("x", "chats", asked[1]),
+        ("chats.jsonl, line 3", "math", asked[2]),
+        ("7", "chats", asked[3]),
+    ]
+    path.write_text(json.dumps(rows[1]) + "\n" + json.dumps({"text": "a", "id": "x"}))
+    with pytest.raises(ValueError, match=r"chats\.jsonl, line 2: another line has the id 'x' too"):
+        read_prompts(path, Tokenizer(), 36)
+    path.write_text(json.dumps({"messages": first[1:]}))
+    with pytest.raises(ValueError, match="line 1: messages has no user or tool turn"):
+        read_prompts(path, Tokenizer(), 36)
+
+
+def test_answers_of_another_target_are_not_added_to(prompt_file, tmp_path):
+    answer(prompt_file, tmp_path / "out")
+    with pytest.raises(
+        ValueError, match=r"index\.json: the features' target is \w{64}, not \w{64}"
+    ):
+        answer_prompts(
+            tiny_target(1), prompt_file, tmp_path / "out", TAPS,
+            rows=2, refill=1, max_new_tokens=NEW, size=SIZE,
+        )  # fmt: skip
 
 
 def test_an_interrupted_run_goes_on_with_the_prompts_that_have_no_answer(

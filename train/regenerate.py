@@ -38,7 +38,7 @@ from train.features import (
     recorded,
     with_features,
 )
-from train.store import Example, load_examples, read_ids, shard_paths, write_shard
+from train.store import Example, Origin, load_examples, read_ids, shard_paths, write_shard
 
 # Id, kind and token ids.
 TokenizedPrompt = tuple[str, str, list[int]]
@@ -205,17 +205,27 @@ def answer_prompts(
     responses: Sequence[Example] = (),
     sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
     seed: int = 0,
+    origin: Origin | None = None,
 ) -> None:
     """Answers every prompt of a file that has no answer in `out` yet.
 
     Prompts too long for `size` are left out. Prompts of `responses` are not answered again: only
     their features are computed.
 
+    Args:
+        target: Answers.
+        prompts: File, see `read_prompts`.
+        out: Folder of the store.
+        target_layer_ids: Taps.
+        rows, refill, max_new_tokens, size, sampling, seed: See `regenerate`.
+        responses: Known answers; their features, if any, are not read.
+        origin: `features.origin_of` the target, where the caller has it.
+
     Raises:
         ValueError: If a prompt is malformed, or `out` holds answers of another target or other taps.
     """
     tokenizer = load_tokenizer(target)
-    origin = origin_of(target, tokenizer)
+    origin = origin_of(target, tokenizer) if origin is None else origin
     if shard_paths(out):
         load_examples(out, target_layer_ids, origin)
     longest = size - max(max_new_tokens + 1, PREFILL_CHUNK)

@@ -73,7 +73,7 @@ def prepare(config: TrainConfig) -> Setup:
     for path in prompt_set.EVALUATION_FILES:
         answer_prompts(
             target, path, run / path.stem, config.target_layer_ids, rows=config.refill, refill=config.refill,
-            max_new_tokens=config.max_new_tokens, size=2 * config.response_size,
+            max_new_tokens=config.max_new_tokens, size=2 * config.response_size, origin=origin,
         )  # fmt: skip
         held_out[path.stem] = load_examples(run / path.stem, config.target_layer_ids, origin)
     frequent = frequent_ids(examples, config.frequent)
@@ -108,7 +108,7 @@ def _examples(config: TrainConfig, target: Target, origin: Origin) -> tuple[list
         given = config.features not in ("stored", "online")
         folder = Path(config.features) if given else run / "responses"
         if not given:
-            _answer(config, target, folder, () if online else taps)
+            _answer(config, target, folder, () if online else taps, origin)
         examples = load_examples(folder, () if online else taps, origin)
         report = Report(
             kept=len(examples),
@@ -119,7 +119,9 @@ def _examples(config: TrainConfig, target: Target, origin: Origin) -> tuple[list
     return as_needed(target, examples, taps) if online else examples, report
 
 
-def _answer(config: TrainConfig, target: Target, folder: Path, taps: tuple[int, ...]) -> None:
+def _answer(
+    config: TrainConfig, target: Target, folder: Path, taps: tuple[int, ...], origin: Origin
+) -> None:
     """The target's answers to the built prompts."""
     prompts = Path(config.run) / "prompts.jsonl"
     if not prompts.exists():
@@ -128,5 +130,5 @@ def _answer(config: TrainConfig, target: Target, folder: Path, taps: tuple[int, 
     answer_prompts(
         target, prompts, folder, taps, rows=config.rows, refill=config.refill,
         max_new_tokens=config.max_new_tokens, size=config.response_size,
-        responses=read_shard(Path(config.responses)) if config.responses else (),
+        responses=read_shard(Path(config.responses)) if config.responses else (), origin=origin,
     )  # fmt: skip
