@@ -199,8 +199,11 @@ def test_a_template_whose_prompts_are_not_the_conversation_is_refused(with_templ
 TOOLS = [user("2+2?"), assistant("Let me see."), {"role": "tool", "content": "4"}, assistant("It is 4.")]  # fmt: skip
 
 
-def test_what_a_tool_returns_is_context(smollm2):
+def test_what_a_tool_returns_is_context(smollm2, tmp_path):
     text, runs = spans(smollm2, *encode_chat(smollm2, TOOLS))
+    share = [{"from": f, "value": m["content"]} for f, m in zip(("human", "gpt", "observation", "gpt"), TOOLS)]  # fmt: skip
+    (document,), _ = read_documents(write(tmp_path, {"conversations": share}), smollm2, 100)
+    assert spans(smollm2, document.tokens, document.supervised) == (text, runs)
     assert "<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\nIt is 4.<|im_end|>\n" in text
     assert runs == ["Let me see." + END, "It is 4." + END]
 

@@ -70,7 +70,13 @@ def test_features_as_needed_are_computed_when_looked_at(known, monkeypatch):
     needed = as_needed(TARGET, TEXTS, TAPS)
     assert [e.features.shape for e in needed] == [e.features.shape for e in known]
     asked = []
-    monkeypatch.setattr(train.features, "with_features", lambda t, e, *a, **k: asked.append(e[0].id) or [known[3]])  # fmt: skip
+
+    def computed(target, examples, taps, *, rows):
+        assert (target, taps, rows) == (TARGET, TAPS, len(examples))
+        asked.extend(e.id for e in examples)
+        return [known[3]]
+
+    monkeypatch.setattr(train.features, "with_features", computed)
     np.testing.assert_array_equal(needed[3].features[2:], known[3].features[2:])
     assert asked == ["e3"]
 

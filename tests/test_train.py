@@ -328,6 +328,22 @@ def test_training_leaves_the_target_alone(store, straight):
     assert leaves_equal(straight.target.params, tiny_target().params)
 
 
+def test_rows_without_an_anchor_are_counted_and_do_no_harm(straight):
+    whole = straight.examples[0]
+    masked = dataclasses.replace(whole, supervised=np.zeros(len(whole.tokens), bool))
+    end = whole.prompt_length + 2  # shorter than a block: one anchor, one label
+    short = dataclasses.replace(
+        whole, tokens=whole.tokens[:end], supervised=whole.supervised[:end], features=whole.features[:end]
+    )  # fmt: skip
+    state = begin(straight)
+    for examples, empty, labels in (([masked, short], 1, 1), ([masked] * 2, 2, 0)):
+        setup = dataclasses.replace(straight, examples=examples)
+        state, metrics = train.run.one_step(setup, state, 0)
+        assert (metrics["rows_without_anchors"], metrics["labels"]) == (empty, labels)
+        assert (metrics["loss"] > 0) == (metrics["gradient_norm"] > 0) == (labels > 0)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+
+
 def test_float32_masters_keep_a_thousand_updates_of_1e_5(straight):
     """In bfloat16 a weight of 1 would never move."""
     constant = optax.stateless(lambda u, p: jax.tree.map(lambda x: jnp.full_like(x, 1e-5), u))
@@ -420,6 +436,7 @@ def test_overrides_stand_above_the_file_and_are_toml(tmp_path):
         ("steps = 10.0", r"steps=10\.0 must be an integer"),
         ("steps = true", "steps=True"),
         ("seed = -1", "seed=-1"),
+        ("seed = 4294967296", r"seed=4294967296 must be less than 2\*\*32"),
         ("block_size = 1", "block_size=1 must be an integer, at least 2"),
         ('learning_rate = "fast"', "learning_rate='fast'"),
         ("learning_rate = 0", "learning_rate=0 must be a positive number"),

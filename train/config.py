@@ -133,6 +133,8 @@ def _faults(field: dataclasses.Field, value: Any) -> Iterator[str]:
         yield f"{name}={value!r} must be a string"
     if field.type is int and (type(value) is not int or value < least):
         yield f"{name}={value!r} must be an integer, at least {least}"
+    if name == "seed" and type(value) is int and value >= 2**32:
+        yield f"{name}={value!r} must be less than 2**32"
     if field.type is float and not (
         _is_number(value)
         and (value > 0 or (value == 0 and name in _MAY_BE_ZERO))
