@@ -78,6 +78,14 @@ def test_features_are_the_taps_of_a_fresh_forward_and_the_last_tokens_are_zero()
 
 
 @pytest.mark.slow
+def test_answers_without_taps_are_the_same(plain):
+    sizes = {"rows": 2, "refill": 1, "max_new_tokens": NEW, "size": SIZE}
+    for e in regenerate(TARGET, numbered(*LENGTHS), (), **sizes):
+        assert e.tokens[e.prompt_length :].tolist() == plain[e.id]
+        assert e.features.shape == (len(e.tokens), 0)
+
+
+@pytest.mark.slow
 def test_features_come_in_the_order_of_the_taps_asked_for():
     prompts = numbered(4)
     both = [
