@@ -237,6 +237,23 @@ def answer_prompts(
     unanswered = [p for p in todo if p[0] not in known]
     if not todo:
         return
+    replayed = with_features(target, responses, target_layer_ids, rows=refill)
+    answered = regenerate(
+        target, unanswered, target_layer_ids,
+        rows=rows, refill=refill, max_new_tokens=max_new_tokens, size=size, sampling=sampling, seed=seed,
+    )  # fmt: skip
+    answers = itertools.chain(replayed if responses else (), answered if unanswered else ())
+    _keep(answers, len(todo), out, target_layer_ids, origin)
+
+
+def _keep(
+    answers: Iterator[Example],
+    total: int,
+    out: Path,
+    target_layer_ids: tuple[int, ...],
+    origin: Origin,
+) -> None:
+    """Writes answers behind the shards that are there, and shows how far it is."""
     index = 1 + max((int(p.stem) for p in shard_paths(out)), default=-1)
     columns = (
         TextColumn(out.name),
@@ -246,13 +263,7 @@ def answer_prompts(
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task, tokens = progress.add_task("", total=len(todo), tokens=0), 0
-        replayed = with_features(target, responses, target_layer_ids, rows=refill)
-        answered = regenerate(
-            target, unanswered, target_layer_ids,
-            rows=rows, refill=refill, max_new_tokens=max_new_tokens, size=size, sampling=sampling, seed=seed,
-        )  # fmt: skip
-        answers = itertools.chain(replayed if responses else (), answered if unanswered else ())
+        task, tokens = progress.add_task("", total=total, tokens=0), 0
         while shard := list(itertools.islice(answers, EXAMPLES_A_SHARD)):
             write_shard(out, index, shard, target_layer_ids, origin)
             index += 1
