@@ -37,7 +37,9 @@ def block_correct(
     hidden = block_hidden(module, params, embedding, feature_scale, blocks)
     hidden = hidden.reshape(len(hidden), -1)
     labels = blocks.labels.reshape(-1)
-    rows = vocabulary_loss(Objective(), hidden, head, labels, chunk=chunk)
+    rows = vocabulary_loss(
+        Objective(), hidden, head, labels, chunk=chunk, sequences=len(blocks.labels)
+    )
     return rows.correct.reshape(blocks.labels.shape)
 
 

@@ -240,6 +240,7 @@ def vocabulary_loss(
     teacher: Float[Array, "D R"] | None = None,
     *,
     chunk: int,
+    sequences: int = 1,
 ) -> Rows:
     """Losses of R rows without ever holding R columns of logits.
 
@@ -253,19 +254,26 @@ def vocabulary_loss(
         labels: Of each row; anything legal where the row does not count.
         teacher: The target's normed hidden states at the same predictions, where a loss needs them.
         chunk: Rows at a time; R need not be a multiple.
+        sequences: Whose rows follow one another, the same number each. A chunk has rows of all of them, at
+            least one, so that where devices hold sequences they all take part in each.
 
     Raises:
         ValueError: If a loss needs a teacher and there is none.
     """
     if objective.needs_teacher and teacher is None:
         raise ValueError(f"mixture={objective.mixture} needs the target's hidden states")
-    R = hidden.shape[1]
-    chunk = min(chunk, R)
-    pad = -R % chunk
+    each = hidden.shape[1] // sequences
+    size = min(max(chunk // sequences, 1), each)
 
     def split(x):
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
-        return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, chunk), -2, 0)
+        x = x.reshape(*x.shape[:-1], sequences, each)
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -each % size)])
+        x = jnp.moveaxis(x.reshape(*x.shape[:-1], -1, size), -2, 0)
+        return x.reshape(*x.shape[:-2], -1)
+
+    def join(x):
+        x = jnp.moveaxis(x.reshape(-1, sequences, size), 0, 1)
+        return x.reshape(sequences, -1)[:, :each].reshape(-1)
 
     @jax.checkpoint
     def one(rows):
@@ -276,7 +284,7 @@ def vocabulary_loss(
         return Rows(loss, confidence, jnp.argmax(logits, axis=0) == label)
 
     rows = (split(hidden), split(labels), None if teacher is None else split(teacher))
-    return jax.tree.map(lambda x: x.reshape(-1)[:R], jax.lax.map(one, rows))
+    return jax.tree.map(join, jax.lax.map(one, rows))
 
 
 def _mixed(

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.config import DraftConfig
 from dflash_jax.models import apply
 from dflash_jax.models.draft import DFlashDraftModel
+from dflash_jax.sharding import DRAFT, EVERYWHERE, TARGET, VOCABULARY, constrain
 from train.anchors import block_labels
 from train.losses import Objective, Totals, vocabulary_loss, weighted
 
@@ -123,6 +124,7 @@ def hidden_loss(
     """
     rows = vocabulary_loss(
         objective, hidden.reshape(len(hidden), -1), head, blocks.labels.reshape(-1), _teacher_rows(blocks), chunk=chunk,
+        sequences=len(blocks.labels),
     )  # fmt: skip
     return weighted(objective, rows, blocks.first, blocks.counts)
 
@@ -184,10 +186,11 @@ def train_step(
         head: The target's head `[V, D]`, frozen.
         dtype: Of the operands of products with weights; all else is float32.
     """
-    rows = (head if ids is None else head[ids]).astype(dtype)
+    rows = constrain((head if ids is None else head[ids]).astype(dtype), VOCABULARY)
 
     def loss_fn(params):
         params = jax.tree.map(lambda x: x.astype(dtype), params)
+        params = constrain(params, TARGET)  # gathered in `dtype`, the gradients scattered
         return block_loss(
             module, objective, chunk, params, embedding, rows, state.feature_scale, blocks
         )
@@ -204,4 +207,4 @@ def train_step(
     state = state.replace(
         step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state
     )
-    return state, metrics
+    return constrain(state, DRAFT), constrain(metrics, EVERYWHERE)
