@@ -117,12 +117,23 @@ def shard(tree: Tree, mesh: Mesh, rules: Rules) -> Tree:
     """
 
     def put(x: Any, sharding: NamedSharding) -> jax.Array:
-        if sharding.is_fully_addressable or not getattr(x, "is_fully_addressable", True):
+        if sharding.is_fully_addressable or not _is_here(x):
             return jax.device_put(x, sharding)
         whole = np.asarray(x)  # each process puts its own part, without asking the others
         return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
     return jax.tree.map(put, tree, shardings(tree, mesh, rules))
+
+
+def place(tree: Tree, rules: Rules) -> Tree:
+    """`shard` on the mesh of `jax.set_mesh`; without one, the tree as it is."""
+    mesh = jax.sharding.get_mesh()
+    return tree if mesh.empty else shard(tree, mesh, rules)
+
+
+def whole(tree: Tree) -> Tree:
+    """The tree with the arrays that lie on other processes too gathered into numpy ones; all must call it."""
+    return jax.tree.map(lambda x: x if _is_here(x) else _gathered(x), tree)
 
 
 def constrain(tree: Tree, rules: Rules) -> Tree:
@@ -131,6 +142,15 @@ def constrain(tree: Tree, rules: Rules) -> Tree:
     if mesh.empty:
         return tree
     return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh, rules))
+
+
+def _is_here(x: Any) -> bool:
+    return getattr(x, "is_fully_addressable", True)
+
+
+def _gathered(x: jax.Array) -> np.ndarray:
+    everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
+    return np.asarray(jax.device_put(x, everywhere))
 
 
 def _name(path: Any) -> str:

@@ -1,11 +1,13 @@
 """A training recipe: one frozen value, read from TOML."""
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dflash_jax.sharding import AXES
 from train.losses import LOSSES, Objective
 from train.prompts import KINDS
 
@@ -39,6 +41,9 @@ class TrainConfig:
         chunk: Rows of blocks that go through the head at a time.
         steps, warmup, learning_rate, final_rate, weight_decay, clip, b1, b2: AdamW and its schedule.
         evaluate_every, save_every: Steps.
+        mesh: Devices along the axes `data`, `fsdp` and `model` of `dflash_jax.sharding`; 1 where not given.
+            Their product must be the number of devices.
+        distributed: Whether other processes take part, see `train.mesh`.
     """
 
     run: str
@@ -81,6 +86,8 @@ class TrainConfig:
     b2: float = 0.95
     evaluate_every: int = 500
     save_every: int = 500
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    distributed: bool = False
 
     def __post_init__(self):
         problems = [
@@ -96,6 +103,11 @@ class TrainConfig:
             )
         if self.warmup >= self.steps:
             raise ValueError(f"{self.warmup=} must be less than {self.steps=}")
+        ways = math.prod(self.mesh.get(axis, 1) for axis in ("data", "fsdp"))
+        if self.batch_size % ways:
+            raise ValueError(
+                f"{self.batch_size=} must be a multiple of the mesh's {ways} parts of a batch (data * fsdp)"
+            )
         if self.rows % self.refill:
             raise ValueError(f"{self.rows=} must be a multiple of {self.refill=}")
 
@@ -134,6 +146,14 @@ def _faults(field: dataclasses.Field, value: Any) -> Iterator[str]:
         isinstance(value, tuple) and value and all(type(i) is int and i >= 0 for i in value)
     ):
         yield f"{name}={value!r} must be a list of layers"
+    if field.type is bool and type(value) is not bool:
+        yield f"{name}={value!r} must be true or false"
+    if name == "mesh" and not (
+        isinstance(value, Mapping)
+        and set(value) <= set(AXES)
+        and all(type(v) is int and v >= 1 for v in value.values())
+    ):
+        yield f"{name}={value!r} must be a table of positive integers with keys of {list(AXES)}"
     for table, known in (("mixture", LOSSES), ("prompts", KINDS)):
         if name == table and not (
             isinstance(value, Mapping) and value and set(value) <= set(known)

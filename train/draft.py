@@ -12,7 +12,9 @@ import optax
 from dflash_jax.checkpoint.export import save_draft
 from dflash_jax.config import DraftConfig, RopeConfig
 from dflash_jax.pair import Target, load_draft
+from dflash_jax.sharding import DRAFT, place, whole
 from train.config import TrainConfig
+from train.mesh import is_first
 from train.step import TrainState
 from train.store import Example
 from train.warm_start import feature_scale, fold_scale, random_params, warm_start
@@ -65,16 +67,23 @@ def first_state(
     else:
         random = random_params(draft, jax.random.key(config.seed))
         params = warm_start(random, target.params, draft, scale, taps)
+    params = place(params, DRAFT)
     moments = optimizer.init(params)
-    return TrainState(jnp.zeros((), jnp.int32), params, moments, jnp.asarray(scale))
+    return place(TrainState(jnp.zeros((), jnp.int32), params, moments, jnp.asarray(scale)), DRAFT)
 
 
 def export(draft: DraftConfig, state: TrainState, folder: Path) -> None:
-    """Writes the draft in the flat Hugging Face dialect, bfloat16, in the place of an older one."""
+    """Writes the draft in the flat Hugging Face dialect, bfloat16, in the place of an older one.
+
+    Every process must call it; the first one writes.
+    """
+    params = whole(fold_scale(state.params, state.feature_scale))
+    if not is_first():
+        return
     new, old = (folder.with_name(f"{folder.name}.{end}") for end in ("new", "old"))
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    save_draft(new, draft, fold_scale(state.params, state.feature_scale))
+    save_draft(new, draft, params)
     if folder.exists():
         folder.rename(old)
     new.rename(folder)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from dflash_jax.models.draft import DFlashDraftModel
+from dflash_jax.sharding import BATCH, EVERYWHERE, constrain, place
 from train.anchors import sample_anchors
 from train.data import make_batch
 from train.losses import Objective, acceptance_length, vocabulary_loss
@@ -40,7 +41,7 @@ def block_correct(
     rows = vocabulary_loss(
         Objective(), hidden, head, labels, chunk=chunk, sequences=len(blocks.labels)
     )
-    return rows.correct.reshape(blocks.labels.shape)
+    return constrain(rows.correct.reshape(blocks.labels.shape), EVERYWHERE)
 
 
 def evaluate(
@@ -77,6 +78,7 @@ def evaluate(
             real,
             module.config.block_size,
         )
+        blocks = place(blocks, BATCH)
         correct = block_correct(module, params, embedding, head, feature_scale, blocks, chunk=chunk)
         length, count = acceptance_length(correct, blocks.counts, blocks.real)
         total, blocks_seen = total + float(length), blocks_seen + float(count)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.sharding import BATCH, place
 from train.anchors import sample_anchors, sample_first_slots
 from train.data import batch_indices, candidate_ids, make_batch
 from train.evaluate import supervised_tokens
@@ -28,7 +29,8 @@ def make_step_input(setup: Setup, step: int) -> tuple[Blocks, np.ndarray]:
     labels = np.asarray(blocks.labels)
     rng = np.random.default_rng((config.seed, step, 1))
     ids = candidate_ids(np.unique(labels), setup.frequent, draft.vocab_size, config.candidates, rng)
-    return blocks.replace(labels=jnp.asarray(np.searchsorted(ids, labels), jnp.int32)), ids
+    blocks = blocks.replace(labels=jnp.asarray(np.searchsorted(ids, labels), jnp.int32))
+    return place(blocks, BATCH), ids
 
 
 @functools.partial(jax.jit, static_argnames=("anchors", "block_size", "prefix_base"))

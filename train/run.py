@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 from rich.console import Console
@@ -26,6 +27,7 @@ from train.config import TrainConfig, read_recipe
 from train.draft import export, first_state
 from train.evaluate import evaluate
 from train.inputs import make_step_input
+from train.mesh import is_first, start, wait_for_all
 from train.setup import Setup, prepare
 from train.step import TrainState, train_step
 
@@ -45,7 +47,15 @@ def evaluate_all(setup: Setup, state: TrainState) -> dict[str, float]:
 
 
 def train(setup: Setup) -> None:
-    """Runs the recipe's steps from the latest checkpoint on, and exports the best draft."""
+    """Runs the recipe's steps from the latest checkpoint on, and exports the best draft.
+
+    Every process calls it; each holds its part of the state and of the batches.
+    """
+    with jax.set_mesh(setup.mesh):
+        _train(setup)
+
+
+def _train(setup: Setup) -> None:
     config, run = setup.config, Path(setup.config.run)
     metrics_file = run / "metrics.jsonl"
     columns = (
@@ -62,7 +72,7 @@ def train(setup: Setup) -> None:
             preservation_policy=keep,
             cleanup_tmp_directories=True,
         ) as checkpointer,
-        Progress(*columns, console=_console) as progress,
+        Progress(*columns, console=_console, disable=not is_first()) as progress,
     ):
         state = first_state(
             config, setup.target, setup.module.config, setup.optimizer, setup.examples
@@ -84,13 +94,15 @@ def train(setup: Setup) -> None:
             record: dict[str, Any] = {"step": done, **values, "labels_per_second": rate}
             if done % config.evaluate_every == 0 or done == config.steps:
                 lengths = record["acceptance_length"] = evaluate_all(setup, state)
-                _console.print(f"step {done}", lengths)
+                if is_first():
+                    _console.print(f"step {done}", lengths)
                 if lengths["held_out"] > best:
                     best = lengths["held_out"]
                     export(setup.module.config, state, run / "draft")
             # Before the checkpoint: a run killed between the two repeats the steps and their records.
-            with metrics_file.open("a") as f:
-                f.write(json.dumps(record) + "\n")
+            if is_first():
+                with metrics_file.open("a") as f:
+                    f.write(json.dumps(record) + "\n")
             if done % config.save_every == 0 or done == config.steps:
                 checkpointer.save(
                     done, state, custom_metadata={"draft": plain(setup.module.config)}
@@ -120,9 +132,11 @@ def _forget_later(metrics_file: Path, step: int) -> float:
         with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed
             records.append(json.loads(line))
     records = [r for r in records if r["step"] <= step]
-    partial = metrics_file.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(r) + "\n" for r in records))
-    partial.replace(metrics_file)
+    wait_for_all("metrics are read")
+    if is_first():
+        partial = metrics_file.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(r) + "\n" for r in records))
+        partial.replace(metrics_file)
     return max(
         (r["acceptance_length"]["held_out"] for r in records if "acceptance_length" in r),
         default=0.0,
@@ -141,14 +155,16 @@ def keep_recipe(config: TrainConfig) -> None:
     )
     if path.exists():
         kept = defaults | json.loads(path.read_text())  # keys that were not there yet had no effect
-        free = {"run", "save_every", "evaluate_every"}
+        free = {"run", "save_every", "evaluate_every", "mesh", "distributed"}
         other = sorted(k for k in kept.keys() | recipe.keys() if kept.get(k) != recipe.get(k))
         if other := [k for k in other if k not in free]:
             raise ValueError(
                 f"{path.parent} holds a run with another {', '.join(other)}; name another run"
             )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(recipe, indent=1))
+    wait_for_all("recipe is read")
+    if is_first():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(recipe, indent=1))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,8 +174,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         config = read_recipe(args.recipe, args.overrides)
+        mesh = start(config)
         keep_recipe(config)
-        train(prepare(config))
+        train(prepare(config, mesh))
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

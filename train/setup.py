@@ -4,15 +4,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.pair import Target, load_target
+from dflash_jax.sharding import TARGET, make_mesh, placement
 from train import prompts as prompt_set
 from train.config import TrainConfig
 from train.data import frequent_ids, load_examples
 from train.draft import draft_config
+from train.mesh import is_first, wait_for_all
 from train.optimizer import make_optimizer
 from train.regenerate import answer_prompts
 from train.store import Example, read_shard
@@ -29,6 +33,7 @@ class Setup:
     examples: Sequence[Example]
     held_out: Mapping[str, Sequence[Example]]
     frequent: np.ndarray
+    mesh: Mesh = dataclasses.field(default_factory=lambda: make_mesh(devices=jax.devices()[:1]))
 
     @property
     def embedding(self):
@@ -43,18 +48,42 @@ class Setup:
         )
 
 
-def prepare(config: TrainConfig) -> Setup:
+def prepare(config: TrainConfig, mesh: Mesh) -> Setup:
     """Makes what the recipe needs and is not there yet: prompts, responses with features."""
     run = Path(config.run)
-    target = load_target(config.target or None)
+    target = load_target(config.target or None, sharding=placement(mesh, TARGET))
     module = DFlashDraftModel(draft_config(target, config))
+    taps = config.target_layer_ids
+    if config.objective.needs_teacher:
+        taps = (*taps, target.config.num_hidden_layers - 1)
+    if is_first():  # alone, so with a target of its own where there are others
+        alone = target if jax.process_count() == 1 else load_target(config.target or None)
+        answer_sets(config, alone, taps)
+    wait_for_all("the responses are there")
+    examples = load_examples(run / "responses", taps)
+    held_out = {
+        name: load_examples(run / name, config.target_layer_ids)
+        for name in (path.stem for path in prompt_set.EVALUATION_FILES)
+    }
+    return Setup(
+        config,
+        target,
+        module,
+        make_optimizer(config),
+        examples,
+        held_out,
+        frequent_ids(examples, config.frequent),
+        mesh,
+    )
+
+
+def answer_sets(config: TrainConfig, target: Target, taps: tuple[int, ...]) -> None:
+    """Answers the recipe's prompts and the held-out ones, as far as that is not done yet."""
+    run = Path(config.run)
     prompts = run / "prompts.jsonl"
     if not prompts.exists():
         built = prompt_set.build(config.prompts, config.seed)
         prompt_set.write_jsonl(prompts, prompt_set.split(built, 0)[0])
-    taps = config.target_layer_ids
-    if config.objective.needs_teacher:
-        taps = (*taps, target.config.num_hidden_layers - 1)
     responses = list(read_shard(Path(config.responses), ())) if config.responses else []
     sets = {"responses": prompts} | {path.stem: path for path in prompt_set.EVALUATION_FILES}
     for name, path in sets.items():
@@ -66,18 +95,3 @@ def prepare(config: TrainConfig) -> Setup:
             size=config.response_size if name == "responses" else 2 * config.response_size,
             responses=responses if name == "responses" else (),
         )  # fmt: skip
-    examples = load_examples(run / "responses", taps)
-    held_out = {
-        name: load_examples(run / name, config.target_layer_ids)
-        for name in sets
-        if name != "responses"
-    }
-    return Setup(
-        config,
-        target,
-        module,
-        make_optimizer(config),
-        examples,
-        held_out,
-        frequent_ids(examples, config.frequent),
-    )

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from dflash_jax.config import DraftConfig
 from dflash_jax.models.draft import DFlashDraftModel
+from dflash_jax.sharding import whole
 from train.store import Example
 
 
@@ -60,7 +61,7 @@ def warm_start(
     last_tap = np.concatenate([e.features[1:-1, -D:] for e in examples[:16]]).astype(np.float32)
     unit = last_tap / np.sqrt(np.mean(np.square(last_tap), axis=1, keepdims=True))
     for i in range(depth):
-        source = target[f"layers_{of_target - depth + i}"]
+        source = whole(target[f"layers_{of_target - depth + i}"])
         layer = dict(started[f"layers_{i}"])
         norm = source["input_layernorm"]["weight"]
         attention = dict(layer["self_attn"])
@@ -84,7 +85,7 @@ def warm_start(
     fc[:, -D:] = np.diag(1.0 / scale[-D:])
     started["fc"] = {"weight": jnp.asarray(fc)}
     # Half the target's scale: the first guesses should not be as sure as the target.
-    started["norm"] = {"weight": target["norm"]["weight"] * 0.5}
+    started["norm"] = {"weight": whole(target["norm"]["weight"]) * 0.5}
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32), started)
 
 

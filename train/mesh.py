@@ -1,0 +1,49 @@
+"""The processes and devices of a run, and which process does what.
+
+Every process runs the same command; all share the run's folder. Process 0 of two, by hand:
+
+    JAX_COORDINATOR_ADDRESS=host0:1234 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 \\
+        python -m train.run RECIPE.toml distributed=true mesh='{data=2,fsdp=4}'
+
+Under Slurm, Open MPI, Kubernetes and on Cloud TPUs JAX finds the three by itself.
+"""
+
+import os
+
+import jax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from dflash_jax.sharding import make_mesh
+from train.config import TrainConfig
+
+
+def start(config: TrainConfig) -> Mesh:
+    """Joins the run's other processes, if it has any, and lays out all devices as the recipe says.
+
+    Must come before anything that asks JAX for a device.
+
+    Raises:
+        ValueError: If the mesh is not of as many devices as there are, or the processes do not meet.
+    """
+    if config.distributed:
+        given = {name: os.environ.get(f"JAX_{name.upper()}") for name in ("num_processes", "process_id")}  # fmt: skip
+        try:
+            jax.distributed.initialize(**{k: int(v) for k, v in given.items() if v is not None})
+        except (ValueError, RuntimeError) as e:
+            raise ValueError(f"distributed=true: {e}") from e
+    mesh = make_mesh(**config.mesh)
+    # The CPU's collectives give the first meeting half a minute, and later ones any time.
+    wait_for_all("start")
+    return mesh
+
+
+def is_first() -> bool:
+    """Whether this process is the one that writes what is written once."""
+    return jax.process_index() == 0
+
+
+def wait_for_all(name: str) -> None:
+    """Returns once every process is here; `name` says where that is."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
