@@ -7,7 +7,7 @@ matrices, the heads and the vocabulary. An axis of length 1 is one that is not u
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -54,19 +54,26 @@ EVERYWHERE = Rules(())
 
 
 def make_mesh(
-    data: int = 1, fsdp: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None
+    lengths: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
     """A mesh of all devices, or of those given.
 
+    Args:
+        lengths: Devices along the axes; 1 where not given.
+
     Raises:
-        ValueError: If the product of the axes is not the number of devices.
+        ValueError: If an axis is unknown, or their product is not the number of devices.
     """
-    devices, shape = jax.devices() if devices is None else devices, (data, fsdp, model)
-    if math.prod(shape) != len(devices):
+    shape = {axis: 1 for axis in AXES} | dict(lengths or {})
+    if len(shape) > len(AXES):
+        raise ValueError(f"mesh={shape} must have no other axes than {list(AXES)}")
+    devices = jax.devices() if devices is None else devices
+    if math.prod(shape.values()) != len(devices):
         raise ValueError(
-            f"mesh {dict(zip(AXES, shape))} has {math.prod(shape)} devices, but there are {len(devices)}"
+            f"mesh={shape} is of {math.prod(shape.values())} devices, but there are {len(devices)}"
         )
-    return jax.make_mesh(shape, AXES, (AxisType.Auto,) * len(AXES), devices=devices)
+    types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(shape.values()), AXES, types, devices=devices)
 
 
 def spec_of(
@@ -149,8 +156,10 @@ def _is_here(x: Any) -> bool:
 
 
 def _gathered(x: jax.Array) -> np.ndarray:
-    everywhere = NamedSharding(x.sharding.mesh, PartitionSpec())
-    return np.asarray(jax.device_put(x, everywhere))
+    sharding = x.sharding
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(f"{sharding=} is not of a mesh")
+    return np.asarray(jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec())))
 
 
 def _name(path: Any) -> str:

@@ -1,12 +1,17 @@
 """Training runs on the tiny target: their recipe, their setup, and what they leave behind."""
 
+import dataclasses
 import json
 from pathlib import Path
 
+import jax
 from fakes import prompts_of
+from jax.sharding import Mesh
 from training import TAPS, answers, tiny_target
 
+from dflash_jax import sharding
 from dflash_jax.models.draft import DFlashDraftModel
+from dflash_jax.sharding import make_mesh, shard
 from train import draft
 from train.config import TrainConfig
 from train.data import frequent_ids, load_examples
@@ -41,15 +46,19 @@ def recipe(run, **options) -> TrainConfig:
 
 def set_up(store, run, **options) -> Setup:
     """A setup as a new process would make it: nothing is shared with another."""
-    Path(run).mkdir(parents=True, exist_ok=True)
-    config = recipe(run, **options)
+    return set_up_recipe(store, recipe(run, **options), make_mesh(devices=jax.devices()[:1]))
+
+
+def set_up_recipe(store, config: TrainConfig, mesh: Mesh) -> Setup:
+    Path(config.run).mkdir(parents=True, exist_ok=True)
     target = tiny_target()
+    target = dataclasses.replace(target, params=shard(target.params, mesh, sharding.TARGET))
     taps = (*TAPS, LAST) if config.objective.needs_teacher else TAPS
     examples = load_examples(store, taps)
     held_out = {"held_out": load_examples(store, TAPS)[:2]}
     module = DFlashDraftModel(draft_config(target, config))
     frequent = frequent_ids(examples, config.frequent)
-    return Setup(config, target, module, make_optimizer(config), examples, held_out, frequent)
+    return Setup(config, target, module, make_optimizer(config), examples, held_out, frequent, mesh)
 
 
 def begin(setup: Setup):

@@ -27,15 +27,22 @@ def start(config: TrainConfig) -> Mesh:
         ValueError: If the mesh is not of as many devices as there are, or the processes do not meet.
     """
     if config.distributed:
-        given = {name: os.environ.get(f"JAX_{name.upper()}") for name in ("num_processes", "process_id")}  # fmt: skip
         try:
-            jax.distributed.initialize(**{k: int(v) for k, v in given.items() if v is not None})
+            jax.distributed.initialize(
+                num_processes=_number("JAX_NUM_PROCESSES"), process_id=_number("JAX_PROCESS_ID")
+            )
         except (ValueError, RuntimeError) as e:
             raise ValueError(f"distributed=true: {e}") from e
-    mesh = make_mesh(**config.mesh)
+    mesh = make_mesh(config.mesh)
     # The CPU's collectives give the first meeting half a minute, and later ones any time.
     wait_for_all("start")
     return mesh
+
+
+def _number(variable: str) -> int | None:
+    """An environment variable's number; JAX itself reads the coordinator's address only."""
+    value = os.environ.get(variable)
+    return None if value is None else int(value)
 
 
 def is_first() -> bool:
