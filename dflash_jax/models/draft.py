@@ -12,7 +12,7 @@ from dflash_jax import array_typing as at
 from dflash_jax.cache import KVCache
 from dflash_jax.config import DraftConfig
 from dflash_jax.models.heads import HEADS
-from dflash_jax.models.heads.seam import Embed, Pick
+from dflash_jax.models.heads.seam import Correction, Embed, Pick
 from dflash_jax.models.transformer import Embedding, Linear, RMSNorm
 from dflash_jax.ops.attention import attention, block_attention
 from dflash_jax.ops.mask import block_masks, document_positions, draft_mask
@@ -50,6 +50,10 @@ class DFlashDraftModel(nn.Module):
     ) -> Proposals:
         """See `heads.seam.Head.propose`."""
         return self.head.propose(hidden, logits, anchor, embed, pick)
+
+    def forced(self, hidden: at.Hidden, tokens: at.Tokens, embed: Embed) -> Correction | None:
+        """See `heads.seam.Head.forced`."""
+        return self.head.forced(hidden, tokens, embed)
 
     def extend(self, context: at.Context, cache: KVCache) -> KVCache:
         """Projects taps `[C * D, B, T]` to every layer's keys and values, at positions `[length, length + T)`.
@@ -174,6 +178,11 @@ class DFlashDraftModel(nn.Module):
             attended = block_attention(q, k, v, ctx_k, ctx_v, *masks[see])
             x = layer.finish(x, attended, A)
         return self.norm(x)
+
+
+def first_slot(config: DraftConfig) -> int:
+    """The block slot, 0 or 1, whose hidden state predicts the token behind the anchor."""
+    return 0 if config.sample_from_anchor else HEADS[type(config.head)](config).first_slot
 
 
 def ring_size(config: DraftConfig, write: int) -> int | None:
