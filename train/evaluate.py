@@ -12,9 +12,8 @@ from dflash_jax.models.draft import DFlashDraftModel, first_slot
 from train.anchors import sample_anchors
 from train.data import make_batch
 from train.losses import Objective, acceptance_length
-from train.step import Blocks, block_rows, make_blocks, target_rows, whole
+from train.step import Blocks, block_rows, in_vocabulary, make_blocks, target_rows, whole
 from train.store import Example
-from train.vocabulary import Vocabulary
 
 
 def supervised_tokens(prompt_length, length, size: int) -> Bool[Array, "B S"]:
@@ -60,7 +59,6 @@ def evaluate(
         head: The target's, of all ids.
     """
     first = first_slot(module.config)
-    vocabulary = None if d2t is None else Vocabulary(d2t)
     params, head = whole(params, d2t), target_rows(head, None, d2t)
     total, blocks_seen = 0.0, 0.0
     for start in range(0, len(examples), batch_size):
@@ -82,8 +80,8 @@ def evaluate(
             real,
             module.config.block_size,
             first_slot=first,
-            vocabulary=vocabulary,
         )
+        blocks = in_vocabulary(blocks, d2t)
         correct = block_correct(module, params, embedding, head, feature_scale, blocks, chunk=chunk)
         length, count = acceptance_length(correct, blocks.counts, blocks.real, first)
         total, blocks_seen = total + float(length), blocks_seen + float(count)

@@ -47,6 +47,7 @@ class Readout(struct.PyTreeNode):
     def corrected(
         self, logits: Float[Array, "V c"], columns: Float[Array, "X c"]
     ) -> Float[Array, "V c"]:
+        assert self.table is not None
         return logits + _times(self.table, columns)
 
 

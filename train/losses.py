@@ -270,6 +270,7 @@ def vocabulary_loss(
     teacher: Float[Array, "D R"] | None = None,
     *,
     chunk: int,
+    sequences: int = 1,
     read: Readout = PLAIN,
     base_share: Float[Array, ""] | None = None,
 ) -> Rows:
@@ -287,19 +288,26 @@ def vocabulary_loss(
         chunk: Rows at a time; R need not be a multiple.
         read: What else lies between states and logits.
         base_share: Of a loss without the draft head's correction in that with it; None is 0.
+        sequences: Whose rows follow one another, the same number each. A chunk has rows of all of them, at
+            least one, so that where devices hold sequences they all take part in each.
 
     Raises:
         ValueError: If a loss needs a teacher and there is none.
     """
     if objective.needs_teacher and teacher is None:
         raise ValueError(f"mixture={objective.mixture} needs the target's hidden states")
-    R = hidden.shape[1]
-    chunk = min(chunk, R)
-    pad = -R % chunk
+    each = hidden.shape[1] // sequences
+    size = min(max(chunk // sequences, 1), each)
 
     def split(x):
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
-        return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, chunk), -2, 0)
+        x = x.reshape(*x.shape[:-1], sequences, each)
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -each % size)])
+        x = jnp.moveaxis(x.reshape(*x.shape[:-1], -1, size), -2, 0)
+        return x.reshape(*x.shape[:-2], -1)
+
+    def join(x):
+        x = jnp.moveaxis(x.reshape(-1, sequences, size), 0, 1)
+        return x.reshape(sequences, -1)[:, :each].reshape(-1)
 
     @jax.checkpoint
     def one(rows):
@@ -316,7 +324,7 @@ def vocabulary_loss(
         return Rows(loss, confidence, jnp.argmax(final, axis=0) == label)
 
     rows = jax.tree.map(split, (hidden, read.columns, labels, teacher))
-    return jax.tree.map(lambda x: x.reshape(-1)[:R], jax.lax.map(one, rows))
+    return jax.tree.map(join, jax.lax.map(one, rows))
 
 
 def _selected(
@@ -392,6 +400,7 @@ def weighted(
     numerators = [jnp.sum(weights * rows.loss.reshape(counts.shape))]
     divisors = [divisor(weights, counts)]
     if rows.selector is not None:
+        assert rows.listed is not None
         learns = counts
         if objective.selector_missing == "skip":
             learns = counts & rows.listed.reshape(counts.shape)

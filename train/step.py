@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.models import apply
 from dflash_jax.models.draft import DFlashDraftModel, first_slot
+from dflash_jax.sharding import DRAFT, EVERYWHERE, TARGET, VOCABULARY, constrain
 from train.anchors import block_labels
 from train.heads import head_rows, readout, rows_of
 from train.losses import (
@@ -23,7 +24,7 @@ from train.losses import (
     vocabulary_loss,
     weighted,
 )
-from train.vocabulary import Vocabulary
+from train.vocabulary import draft_labels, target_ids
 
 
 class TrainState(struct.PyTreeNode):
@@ -157,7 +158,7 @@ def block_rows(
     draft_head, of_target = head_rows(module.config, params, head, ids)
     rows = vocabulary_loss(
         objective, hidden.reshape(len(hidden), -1), draft_head, blocks.labels[:, :, skip:].reshape(-1),
-        _teacher_rows(blocks), chunk=chunk, read=read.replace(of_target=of_target), base_share=base_share,
+        _teacher_rows(blocks), chunk=chunk, sequences=B, read=read.replace(of_target=of_target), base_share=base_share,
     )  # fmt: skip
     if blocks.inside is not None:
         rows = rows._replace(correct=rows.correct & blocks.inside[:, :, skip:].reshape(-1))
@@ -191,12 +192,8 @@ def make_blocks(
     first=None,
     documents=None,
     first_slot: int = 1,
-    vocabulary: Vocabulary | None = None,
 ) -> Blocks:
-    """The blocks of given anchors; slots before `first` are seen and do not count.
-
-    Labels are token ids, or a reduced vocabulary's.
-    """
+    """The blocks of given anchors, labels as token ids; slots before `first` are seen and do not count."""
     S = tokens.shape[1]
     slot = jnp.arange(block_size, dtype=anchors.dtype)[None, None]
     covered = jnp.minimum(anchors[:, :, None] + slot, S - 1)
@@ -206,12 +203,9 @@ def make_blocks(
     )
     first = jnp.full_like(anchors, first_slot) if first is None else first
     counts = counts & (slot >= first[:, :, None])
-    inside = None
-    if vocabulary is not None:
-        labels, inside = vocabulary.labels(labels)
     return Blocks(
-        features, teacher, shown.reshape(covered.shape), anchors, first, labels, counts, real, documents, inside,
-        first_slot,
+        features, teacher, shown.reshape(covered.shape), anchors, first, labels, counts, real, documents,
+        first_slot=first_slot,
     )  # fmt: skip
 
 
@@ -308,11 +302,16 @@ def train_step(
         dtype: Of the operands of products with weights; all else is float32.
         accumulate: Parts of the batch, one after the other, whose size it divides.
     """
-    rows = target_rows(head, ids, state.d2t).astype(dtype)
+    if ids is not None and state.d2t is not None:
+        raise ValueError("a draft with a reduced vocabulary takes part with all of it: ids=None")
+    blocks = in_vocabulary(blocks, state.d2t)
+    rows = constrain(target_rows(head, ids, state.d2t).astype(dtype), VOCABULARY)
     share = objective.base_share(state.step) if objective.base_steps else None
 
     def terms(params, blocks):
-        params = whole(jax.tree.map(lambda x: x.astype(dtype), params), state.d2t)
+        params = jax.tree.map(lambda x: x.astype(dtype), params)
+        params = constrain(params, TARGET)  # gathered in `dtype`, the gradients scattered
+        params = whole(params, state.d2t)
         return block_loss(
             module, objective, chunk, params, embedding, rows, state.feature_scale, blocks, ids, share
         )[1]  # fmt: skip
@@ -328,7 +327,7 @@ def train_step(
     state = state.replace(
         step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state
     )
-    return state, metrics
+    return constrain(state, DRAFT), constrain(metrics, EVERYWHERE)
 
 
 def whole(params: Any, d2t: Int[Array, " Vd"] | None) -> Any:
@@ -339,8 +338,13 @@ def whole(params: Any, d2t: Int[Array, " Vd"] | None) -> Any:
 def target_rows(
     head: Float[Array, "V D"], ids: Int[Array, " V2"] | None, d2t: Int[Array, " Vd"] | None
 ) -> Float[Array, "V2 D"]:
-    """The target's head rows of a draft's ids; None for all of them."""
-    own = None if d2t is None else Vocabulary(d2t).ids
-    if own is None or ids is None:
-        return rows_of(head, ids if own is None else own)
-    return head[own[ids]]
+    """The target's head rows of the ids that take part: of `ids`, a reduced vocabulary, or all."""
+    return rows_of(head, ids if d2t is None else target_ids(d2t))
+
+
+def in_vocabulary(blocks: Blocks, d2t: Int[Array, " Vd"] | None) -> Blocks:
+    """Blocks whose labels are token ids, with the draft's ids for labels if it has its own."""
+    if d2t is None:
+        return blocks
+    labels, inside = draft_labels(blocks.labels, d2t)
+    return blocks.replace(labels=labels, inside=inside)

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jaxtyping import Array, Bool, Int
 
 
@@ -40,26 +39,23 @@ def count_tokens(responses: Iterable[np.ndarray], vocab_size: int) -> Int[np.nda
     return counts
 
 
-class Vocabulary(struct.PyTreeNode):
-    """A reduced vocabulary as a checkpoint has it: the target's id of draft id i is `i + d2t[i]`.
+def offsets(ids: Int[np.ndarray, " Vd"]) -> Int[np.ndarray, " Vd"]:
+    """Ascending ids as a checkpoint has them, `d2t`: the target's id of draft id i is `i + d2t[i]`."""
+    return (ids - np.arange(len(ids))).astype(np.int32)
 
-    Attributes:
-        d2t: int32; the target's ids ascend.
+
+def target_ids(d2t: Int[Array, " Vd"]) -> Int[Array, " Vd"]:
+    """The target's ids of a reduced vocabulary."""
+    return d2t + jnp.arange(len(d2t), dtype=d2t.dtype)
+
+
+def draft_labels(
+    tokens: Int[Array, "..."], d2t: Int[Array, " Vd"]
+) -> tuple[Int[Array, "..."], Bool[Array, "..."]]:
+    """The draft's ids of the target's, and which of them it has; for the others, some legal id.
+
+    The target's ids ascend with the draft's.
     """
-
-    d2t: Int[Array, " Vd"]
-
-    @classmethod
-    def of(cls, ids: Int[np.ndarray, " Vd"]) -> "Vocabulary":
-        """That of ascending ids."""
-        return cls(jnp.asarray(ids - np.arange(len(ids)), jnp.int32))
-
-    @property
-    def ids(self) -> Int[Array, " Vd"]:
-        """The target's ids."""
-        return self.d2t + jnp.arange(len(self.d2t), dtype=self.d2t.dtype)
-
-    def labels(self, tokens: Int[Array, "..."]) -> tuple[Int[Array, "..."], Bool[Array, "..."]]:
-        """The draft's ids of the target's, and which it has; those that it has not are some legal id."""
-        index = jnp.minimum(jnp.searchsorted(self.ids, tokens), len(self.d2t) - 1)
-        return index.astype(jnp.int32), self.ids[index] == tokens
+    ids = target_ids(d2t)
+    index = jnp.minimum(jnp.searchsorted(ids, tokens), len(ids) - 1)
+    return index.astype(jnp.int32), ids[index] == tokens
