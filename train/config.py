@@ -37,8 +37,17 @@ class TrainConfig:
         frequent, candidates: Head rows of a step: the frequent ids, and all.
         dtype: Of the operands of a step's products with weights, "float32" or "bfloat16".
         chunk: Rows of blocks that go through the head at a time.
-        steps, warmup, learning_rate, final_rate, weight_decay, clip, b1, b2: AdamW and its schedule.
-        evaluate_every, save_every: Steps.
+        optimizer: "adamw", or "muon" for the matrices and AdamW for the rest.
+        schedule: Of the learning rate behind the warm-up: "cosine" or "linear" to `final_rate` of its peak at
+            the last step, or "constant".
+        steps, warmup, learning_rate, final_rate, weight_decay, clip, b1, b2: The optimiser and its schedule.
+        muon_momentum: Of Muon.
+        ema: Decay of the average of the parameters that is evaluated and exported; 0 for the parameters.
+        evaluate_every, save_every, log_every: Steps.
+        decode_every: Evaluations, of which the last one also decodes held-out prompts; 0 for none.
+        decode_prompts: Prompts of each held-out set that are decoded.
+        samples: Of those, how many are shown and kept in `samples.jsonl`.
+        keep: Latest checkpoints that are kept, beside the best one.
     """
 
     run: str
@@ -71,6 +80,8 @@ class TrainConfig:
     candidates: int = 3584
     dtype: str = "float32"
     chunk: int = 512
+    optimizer: str = "adamw"
+    schedule: str = "cosine"
     steps: int = 6000
     warmup: int = 60
     learning_rate: float = 1.5e-3
@@ -79,8 +90,15 @@ class TrainConfig:
     clip: float = 1.0
     b1: float = 0.9
     b2: float = 0.95
+    muon_momentum: float = 0.95
+    ema: float = 0.0
     evaluate_every: int = 500
     save_every: int = 500
+    log_every: int = 50
+    decode_every: int = 1
+    decode_prompts: int = 16
+    samples: int = 2
+    keep: int = 2
 
     def __post_init__(self):
         problems = [
@@ -107,8 +125,21 @@ class TrainConfig:
         )  # fmt: skip
 
 
-_LEAST = {"seed": 0, "mask_token_id": 0, "warmup": 0, "block_size": 2}
-_MAY_BE_ZERO = ("final_rate", "weight_decay", "b1", "b2", "dpace_alpha", "prefix_base")
+# Keys that change what a run tells and keeps, and not what it trains.
+FREE = frozenset(
+    ("run", "save_every", "evaluate_every", "log_every", "decode_every", "decode_prompts", "samples", "keep")
+)  # fmt: skip
+CHOICES = {
+    "dtype": ("float32", "bfloat16"),
+    "optimizer": ("adamw", "muon"),
+    "schedule": ("cosine", "linear", "constant"),
+}
+_LEAST = {
+    "seed": 0, "mask_token_id": 0, "warmup": 0, "block_size": 2, "decode_every": 0, "samples": 0,
+}  # fmt: skip
+_MAY_BE_ZERO = (
+    "final_rate", "weight_decay", "b1", "b2", "dpace_alpha", "prefix_base", "muon_momentum", "ema",
+)  # fmt: skip
 
 
 def _faults(field: dataclasses.Field, value: Any) -> Iterator[str]:
@@ -124,12 +155,12 @@ def _faults(field: dataclasses.Field, value: Any) -> Iterator[str]:
         and (value < float("inf") or name == "gamma")
     ):
         yield f"{name}={value!r} must be a {'non-negative' if name in _MAY_BE_ZERO else 'positive'} number"
-    if name in ("b1", "b2") and _is_number(value) and value >= 1:
+    if name in ("b1", "b2", "muon_momentum", "ema") and _is_number(value) and value >= 1:
         yield f"{name}={value!r} must be less than 1"
     if name == "dpace_alpha" and _is_number(value) and value > 1:
         yield f"{name}={value!r} must be at most 1"
-    if name == "dtype" and value not in ("float32", "bfloat16"):
-        yield f"{name}={value!r} must be float32 or bfloat16"
+    if name in CHOICES and value not in CHOICES[name]:
+        yield f"{name}={value!r} must be {' or '.join(CHOICES[name])}"
     if name == "target_layer_ids" and not (
         isinstance(value, tuple) and value and all(type(i) is int and i >= 0 for i in value)
     ):

@@ -13,6 +13,7 @@ from dflash_jax.checkpoint.export import save_draft
 from dflash_jax.config import DraftConfig, RopeConfig
 from dflash_jax.pair import Target, load_draft
 from train.config import TrainConfig
+from train.optimizer import trained_params
 from train.step import TrainState
 from train.store import Example
 from train.warm_start import feature_scale, fold_scale, random_params, warm_start
@@ -74,7 +75,8 @@ def export(draft: DraftConfig, state: TrainState, folder: Path) -> None:
     new, old = (folder.with_name(f"{folder.name}.{end}") for end in ("new", "old"))
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    save_draft(new, draft, fold_scale(state.params, state.feature_scale))
+    params = trained_params(state.params, state.opt_state)
+    save_draft(new, draft, fold_scale(params, state.feature_scale))
     if folder.exists():
         folder.rename(old)
     new.rename(folder)
