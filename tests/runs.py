@@ -47,7 +47,7 @@ def set_up(store, run, **options) -> Setup:
     taps = (*TAPS, LAST) if config.objective.needs_teacher else TAPS
     examples = load_examples(store, taps)
     held_out = {"held_out": load_examples(store, TAPS)[:2]}
-    module = DFlashDraftModel(draft_config(target, config))
+    module = DFlashDraftModel(draft_config(target, config), config.remat)
     frequent = frequent_ids(examples, config.frequent)
     return Setup(config, target, module, make_optimizer(config), examples, held_out, frequent)
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DraftConfig
 from dflash_jax.generation import MAX_ROWS
@@ -22,6 +22,7 @@ from dflash_jax.pair import Draft, Target, check_dtype
 from dflash_jax.sampling import Sampling
 from dflash_jax.states import PREFILL_CHUNK, capacity
 from dflash_jax.text import Detokenizer
+from train.step import whole
 from train.store import Example
 from train.warm_start import fold_scale
 
@@ -45,9 +46,13 @@ class Decoded:
         return [row.rounds for row in self.rows]
 
 
-def draft_in_memory(config: DraftConfig, params: Any, feature_scale: Float[Array, " CD"]) -> Draft:
+def draft_in_memory(
+    config: DraftConfig, params: Any, feature_scale: Float[Array, " CD"], d2t: Int[Array, " Vd"] | None = None
+) -> Draft:  # fmt: skip
     """What `load_draft` would make of an export of these parameters: rounded to bfloat16, in the decoder's dtype."""
-    return Draft(config, _rounded(fold_scale(params, feature_scale)), Path("the run's memory"))
+    return Draft(
+        config, _rounded(whole(fold_scale(params, feature_scale), d2t)), Path("the run's memory")
+    )
 
 
 @jax.jit

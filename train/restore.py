@@ -40,7 +40,7 @@ def read_draft(run: str | Path, step: int | str = "latest") -> Draft:
     folder = find_checkpoint(run, step)
     stored = orbax.read_shapes(folder)
     prefix = _AVERAGE if any(map(_AVERAGE.match, stored)) else _PARAMS
-    wanted = {p: x for p, x in stored.items() if prefix.match(p) or p == _SCALE}
+    wanted = {p: x for p, x in stored.items() if prefix.match(p) or p in (_SCALE, "d2t")}
     metadata: Any = ocp.metadata(str(folder.absolute())).custom_metadata
     try:
         config = orbax.config_of(DraftConfig, metadata["draft"])

@@ -42,14 +42,14 @@ def teacher_forced(setup: Setup, state: TrainState, examples: Sequence[Example])
     config, params = setup.config, trained_params(state.params, state.opt_state)
     return evaluate(
         setup.module, params, setup.embedding, setup.head, state.feature_scale, examples,
-        anchors=24, batch_size=4, size=2 * config.response_size, chunk=config.chunk,
+        anchors=24, batch_size=4, size=2 * config.response_size, chunk=config.chunk, d2t=state.d2t,
     )  # fmt: skip
 
 
 def decode_sets(setup: Setup, state: TrainState) -> dict[str, Decoded]:
     """Some prompts of each held-out set, decoded with the draft as it is; sets without a round are left out."""
     config, params = setup.config, trained_params(state.params, state.opt_state)
-    draft = draft_in_memory(setup.module.config, params, state.feature_scale)
+    draft = draft_in_memory(setup.module.config, params, state.feature_scale, state.d2t)
     decoded = {
         name: decode_examples(
             setup.target, draft, choose(examples, config.decode_prompts), config.max_new_tokens
@@ -148,8 +148,9 @@ def one_step(setup: Setup, state: TrainState, step: int) -> tuple[TrainState, di
     config = setup.config
     blocks, ids = make_step_input(setup, step)
     state, values = train_step(
-        state, setup.embedding, jnp.asarray(ids), blocks, module=setup.module, optimizer=setup.optimizer,
+        state, setup.embedding, None if ids is None else jnp.asarray(ids), blocks, module=setup.module, optimizer=setup.optimizer,
         objective=config.objective, chunk=config.chunk, head=setup.head, dtype=config.dtype,
+        accumulate=config.accumulate,
     )  # fmt: skip
     tokens = float(np.prod(blocks.features.shape[:2]))
     return state, {name: float(value) for name, value in values.items()} | {"tokens": tokens}

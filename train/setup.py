@@ -47,7 +47,7 @@ def prepare(config: TrainConfig) -> Setup:
     """Makes what the recipe needs and is not there yet: prompts, responses with features."""
     run = Path(config.run)
     target = load_target(config.target or None)
-    module = DFlashDraftModel(draft_config(target, config))
+    module = DFlashDraftModel(draft_config(target, config), config.remat)
     prompts = run / "prompts.jsonl"
     if not prompts.exists():
         built = prompt_set.build(config.prompts, config.seed)

@@ -10,6 +10,7 @@ import optax
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.config import Domino
 from dflash_jax.models import apply
 from dflash_jax.models.draft import DFlashDraftModel, first_slot
 from dflash_jax.sharding import DRAFT, EVERYWHERE, TARGET, VOCABULARY, constrain
@@ -306,7 +307,8 @@ def train_step(
         raise ValueError("a draft with a reduced vocabulary takes part with all of it: ids=None")
     blocks = in_vocabulary(blocks, state.d2t)
     rows = constrain(target_rows(head, ids, state.d2t).astype(dtype), VOCABULARY)
-    share = objective.base_share(state.step) if objective.base_steps else None
+    mixes = isinstance(module.config.head, Domino)
+    share = objective.base_share(state.step) if mixes else None
 
     def terms(params, blocks):
         params = jax.tree.map(lambda x: x.astype(dtype), params)

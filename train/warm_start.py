@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DraftConfig
 from dflash_jax.models.draft import DFlashDraftModel
@@ -41,8 +41,11 @@ def warm_start(
     config: DraftConfig,
     scale: Float[np.ndarray, " CD"],
     examples: Sequence[Example],
+    ids: Int[np.ndarray, " Vd"] | None = None,
 ) -> dict[str, Any]:
     """`params` with the target's last layers in place of the draft's, and `fc` passing the last tap through.
+
+    Tables of the draft's own start as the target's, of a reduced vocabulary `ids` as its rows.
 
     The input norms are folded into the projections that they feed, since a draft's context does not
     pass them; the query and key norms, which the target may lack, start at the measured rms.
@@ -83,6 +86,11 @@ def warm_start(
     fc = np.zeros(started["fc"]["weight"].shape, np.float32)
     fc[:, -D:] = np.diag(1.0 / scale[-D:])
     started["fc"] = {"weight": jnp.asarray(fc)}
+    if config.own_embedding:
+        started["embed_tokens"] = target["embed_tokens"]
+    if config.own_head:
+        rows = target.get("lm_head", target["embed_tokens"])["weight"]
+        started["lm_head"] = {"weight": rows if ids is None else rows[ids]}
     # Half the target's scale: the first guesses should not be as sure as the target.
     started["norm"] = {"weight": target["norm"]["weight"] * 0.5}
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32), started)

@@ -24,9 +24,13 @@ class DFlashDraftModel(nn.Module):
     """Maps block embeddings to hidden states; embeddings and output head are the target's, or its own.
 
     The parameters of the config's draft head, if it has any, lie beside the others, as in checkpoints.
+
+    Attributes:
+        remat: Whether `blocks` keeps only the layers' inputs for the backward pass.
     """
 
     config: DraftConfig
+    remat: bool = False
 
     def setup(self):
         c = self.config
@@ -173,10 +177,14 @@ class DFlashDraftModel(nn.Module):
             see: block_masks(anchors, S, Q, *see, c.window_rule, documents)
             for see in self._layouts()
         }
-        for layer, (ctx_k, ctx_v), see in zip(self.layers, rows, self._layouts()):
+
+        def through(layer, x, context, masks):
             q, k, v = layer.project(x, table, A)
-            attended = block_attention(q, k, v, ctx_k, ctx_v, *masks[see])
-            x = layer.finish(x, attended, A)
+            return layer.finish(x, block_attention(q, k, v, *context, *masks), A)
+
+        through = nn.remat(through) if self.remat else through
+        for layer, context_rows, see in zip(self.layers, rows, self._layouts()):
+            x = through(layer, x, context_rows, masks[see])
         return self.norm(x)
 
 
