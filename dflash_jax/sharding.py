@@ -120,14 +120,14 @@ def shard(tree: Tree, mesh: Mesh, rules: Rules) -> Tree:
     """The tree on the mesh.
 
     Args:
-        tree: Of arrays that every process has whole, or that are on the mesh already.
+        tree: Of arrays that every process has gathered, or that are on the mesh already.
     """
 
     def put(x: Any, sharding: NamedSharding) -> jax.Array:
         if sharding.is_fully_addressable or not _is_here(x):
             return jax.device_put(x, sharding)
-        whole = np.asarray(x)  # each process puts its own part, without asking the others
-        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+        gathered = np.asarray(x)  # each process puts its own part, without asking the others
+        return jax.make_array_from_callback(gathered.shape, sharding, lambda index: gathered[index])
 
     return jax.tree.map(put, tree, shardings(tree, mesh, rules))
 
@@ -138,7 +138,7 @@ def place(tree: Tree, rules: Rules) -> Tree:
     return tree if mesh.empty else shard(tree, mesh, rules)
 
 
-def whole(tree: Tree) -> Tree:
+def gathered(tree: Tree) -> Tree:
     """The tree with the arrays that lie on other processes too gathered into numpy ones; all must call it."""
     return jax.tree.map(lambda x: x if _is_here(x) else _gathered(x), tree)
 

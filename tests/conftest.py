@@ -33,11 +33,11 @@ def store(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def straight(store, tmp_path_factory):
-    """The setup of a run of six steps in one go, which is done."""
+    """The setup of a run of six steps in one go, which is done, and decodes at step 6."""
     from runs import set_up
 
     import train.run
 
-    setup = set_up(store, tmp_path_factory.mktemp("straight"))
+    setup = set_up(store, tmp_path_factory.mktemp("straight"), decode_every=2)
     train.run.train(setup)
     return setup

@@ -39,7 +39,7 @@ def recipe(run, **options) -> TrainConfig:
     defaults = dict(
         target_layer_ids=TAPS, num_hidden_layers=1, block_size=4, mask_token_id=63, batch_size=2, anchors=6,
         sequence_size=32, response_size=16, frequent=8, candidates=64, chunk=20, steps=6, warmup=2, learning_rate=3e-3,
-        evaluate_every=3, save_every=2,
+        evaluate_every=3, save_every=2, decode_every=0, max_new_tokens=20,
     )  # fmt: skip
     return TrainConfig(run=str(run), **(defaults | options))
 
@@ -56,7 +56,7 @@ def set_up_recipe(store, config: TrainConfig, mesh: Mesh) -> Setup:
     taps = (*TAPS, LAST) if config.objective.needs_teacher else TAPS
     examples = load_examples(store, taps)
     held_out = {"held_out": load_examples(store, TAPS)[:2]}
-    module = DFlashDraftModel(draft_config(target, config))
+    module = DFlashDraftModel(draft_config(target, config), config.remat)
     frequent = frequent_ids(examples, config.frequent)
     return Setup(config, target, module, make_optimizer(config), examples, held_out, frequent, mesh)
 
@@ -74,5 +74,11 @@ def checkpoint(setup: Setup, step: int):
         return c.load(step, begin(setup))
 
 
-def records(run) -> list[dict]:
-    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+def records(run, file: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (Path(run) / file).read_text().splitlines()]
+
+
+def timeless(rows: list[dict]) -> list[dict]:
+    """Records without what the clock says."""
+    clock = ("time", "labels_per_second", "tokens_per_second")
+    return [{k: v for k, v in r.items() if k not in clock} for r in rows]

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fakes import leaves_equal
-from runs import PROMPTS, TARGET, begin, checkpoint, recipe, records, set_up
+from runs import TARGET, begin, checkpoint, recipe, records, set_up
 from training import tiny_target
 
 import train.run
 from dflash_jax.checkpoint import keys, orbax
-from dflash_jax.generation import generate
 from dflash_jax.pair import load_draft
 from train import restore
 from train.draft import export
@@ -43,15 +42,6 @@ def test_only_the_two_latest_checkpoints_are_kept(straight):
     assert names == ["4", "6"]
 
 
-def test_half_a_line_at_the_end_of_the_metrics_is_forgotten(tmp_path):
-    file = tmp_path / "metrics.jsonl"
-    rows = [{"step": s, "acceptance_length": {"held_out": a}} for s, a in ((1, 1.5), (2, 2.5), (3, 3.5))]  # fmt: skip
-    file.write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 4, "lo')
-    assert train.run._forget_later(file, 2) == 2.5
-    assert [r["step"] for r in records(tmp_path)] == [1, 2]
-    assert train.run._forget_later(tmp_path / "absent.jsonl", 0) == 0.0
-
-
 def test_the_loss_falls_on_a_set_that_can_be_learnt_by_heart(store, tmp_path):
     setup = set_up(
         store, tmp_path, steps=150, learning_rate=1e-2, evaluate_every=150, save_every=1000,
@@ -63,16 +53,6 @@ def test_the_loss_falls_on_a_set_that_can_be_learnt_by_heart(store, tmp_path):
     assert last < 0.4 * first
     assert rows[-1]["accuracy"] > 0.7
     assert rows[-1]["acceptance_length"]["held_out"] > 2
-
-
-def test_the_exported_draft_loads_and_decodes_like_the_target_alone(store, straight):
-    draft = load_draft(Path(straight.config.run) / "draft", TARGET)
-    assert draft.config == straight.module.config
-    options = dict(max_new_tokens=15)
-    plain = generate(TARGET, None, PROMPTS, **options)
-    drafted = generate(TARGET, draft, PROMPTS, **options)
-    assert drafted.tokens == plain.tokens
-    assert drafted.finish == plain.finish
 
 
 def test_an_export_takes_the_place_of_an_older_one_and_a_failed_one_leaves_it(straight, tmp_path):
@@ -112,7 +92,7 @@ def test_a_checkpoints_draft_is_read_without_the_optimizers_state(straight, tmp_
 
 
 def test_a_run_without_the_checkpoint_says_which_it_has(straight, tmp_path, capsys):
-    with pytest.raises(ValueError, match=r"steps \[4, 6\], not step=5"):
+    with pytest.raises(ValueError, match=r"steps \[4, 6\], not 5"):
         read_draft(straight.config.run, 5)
     assert restore.main([str(tmp_path), str(tmp_path / "draft")]) == 1
     assert "steps []" in capsys.readouterr().err
@@ -137,9 +117,8 @@ def test_a_run_can_start_from_a_draft(straight, store, tmp_path):
     folded = fold_scale(state.params, state.feature_scale)
     given = load_draft(folder, TARGET, dtype=jnp.float32).params
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8), folded, given)
-    wrong = set_up(store, tmp_path / "run", init=str(folder), block_size=3)
-    with pytest.raises(ValueError, match="init="):
-        begin(wrong)
+    with pytest.raises(ValueError, match=r"init=.* block_size=4, not 3"):
+        set_up(store, tmp_path / "run", init=str(folder), block_size=3)
 
 
 def test_training_leaves_the_target_alone(store, straight):

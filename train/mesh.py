@@ -11,6 +11,7 @@ Under Slurm, Open MPI, Kubernetes and on Cloud TPUs JAX finds the three by itsel
 import os
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
@@ -54,3 +55,10 @@ def wait_for_all(name: str) -> None:
     """Returns once every process is here; `name` says where that is."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
+
+
+def greatest(number: int | None) -> int | None:
+    """The greatest number that any process has; all must ask."""
+    if jax.process_count() == 1:
+        return number
+    return int(multihost_utils.process_allgather(np.int32(number or 0)).max()) or None

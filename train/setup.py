@@ -52,7 +52,7 @@ def prepare(config: TrainConfig, mesh: Mesh) -> Setup:
     """Makes what the recipe needs and is not there yet: prompts, responses with features."""
     run = Path(config.run)
     target = load_target(config.target or None, sharding=placement(mesh, TARGET))
-    module = DFlashDraftModel(draft_config(target, config))
+    module = DFlashDraftModel(draft_config(target, config), config.remat)
     taps = config.target_layer_ids
     if config.objective.needs_teacher:
         taps = (*taps, target.config.num_hidden_layers - 1)
