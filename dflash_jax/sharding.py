@@ -120,14 +120,14 @@ def shard(tree: Tree, mesh: Mesh, rules: Rules) -> Tree:
     """The tree on the mesh.
 
     Args:
-        tree: Of arrays that every process has gathered, or that are on the mesh already.
+        tree: Of arrays that every process has whole, or that are on the mesh already.
     """
 
     def put(x: Any, sharding: NamedSharding) -> jax.Array:
         if sharding.is_fully_addressable or not _is_here(x):
             return jax.device_put(x, sharding)
-        gathered = np.asarray(x)  # each process puts its own part, without asking the others
-        return jax.make_array_from_callback(gathered.shape, sharding, lambda index: gathered[index])
+        whole = np.asarray(x)  # each process puts its own part, without asking the others
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
     return jax.tree.map(put, tree, shardings(tree, mesh, rules))
 
