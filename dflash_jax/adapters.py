@@ -12,8 +12,7 @@ from dflash_jax.cache import KVCache, read_rows
 from dflash_jax.decode import Models
 from dflash_jax.lookup import Combined, Lookup
 from dflash_jax.models import apply
-from dflash_jax.models.draft import DFlashDraftModel
-from dflash_jax.models.heads import HEADS
+from dflash_jax.models.draft import DFlashDraftModel, first_slot
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.pair import Draft, Target
 from dflash_jax.sampling import Picker, Proposals, Verify
@@ -78,7 +77,7 @@ class DraftModel:
         masks = jnp.full((len(anchor), P - c.sample_from_anchor), c.mask_token_id, anchor.dtype)
         x = self.embed(params, jnp.concatenate([anchor[:, None], masks], axis=1))
         hidden, cache = apply(self.module, params["draft"], x, cache)
-        first = 0 if c.sample_from_anchor else HEADS[type(c.head)](c).first_slot
+        first = first_slot(c)
         return hidden[:, :, first : first + P], cache
 
     def embed(self, params: Any, tokens: at.Tokens) -> at.Hidden:

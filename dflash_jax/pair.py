@@ -64,19 +64,25 @@ class Draft:
     source: Path
 
 
-def load_target(ref: str | Path | None = None, dtype: DTypeLike | None = None) -> Target:
-    """Loads a target onto the first device.
+def load_target(
+    ref: str | Path | None = None,
+    dtype: DTypeLike | None = None,
+    sharding: keys.Placement = None,
+) -> Target:
+    """Loads a target.
 
     Args:
         ref: A hub id (`Qwen/Qwen3-4B`), a Hugging Face folder, an Orbax folder of ours, or a GGUF
             file; None is the embedded SmolLM2-135M-Instruct.
         dtype: float32 or bfloat16; by default float32 on the CPU and bfloat16 elsewhere.
+        sharding: Of all parameters, or of each by its path and shape, as `sharding.placement` gives
+            it; None is the first device.
 
     Raises:
         ValueError: If it cannot be found, read or understood.
     """
     dtype = check_dtype(dtype)
-    return read_target(embedded_target() if ref is None else hf.resolve(ref), dtype)
+    return read_target(embedded_target() if ref is None else hf.resolve(ref), dtype, sharding)
 
 
 def load_draft(
@@ -197,26 +203,30 @@ def _warn_of_unscaled_positions(target: TargetConfig, draft: DraftConfig) -> Non
         )
 
 
-def read_target(path: Path, dtype: DTypeLike | None = None) -> Target:
+def read_target(
+    path: Path, dtype: DTypeLike | None = None, sharding: keys.Placement = None
+) -> Target:
     """Reads a target; see `load_target`.
 
     Args:
         path: A folder or a GGUF file.
         dtype: None keeps each tensor's own (float32 for GGUF).
     """
-    header, leaves = open_target(path, dtype)
-    params = keys.build(leaves, keys.expected_shapes(header.config))
+    header, leaves = open_target(path, dtype, sharding)
+    params = keys.build(leaves, keys.expected_shapes(header.config), sharding)
     return Target(header.config, params, header.stop_token_ids, path, header.pad_token_id)
 
 
 def open_target(
-    path: Path, dtype: DTypeLike | None = None
+    path: Path, dtype: DTypeLike | None = None, sharding: keys.Placement = None
 ) -> tuple[orbax.Header[TargetConfig], Leaves]:
     """What a target is, and its (path, leaf) pairs, which are read and checked as they are asked for.
 
     Args:
         path: A folder or a GGUF file.
         dtype: None keeps each tensor's own (float32 for GGUF).
+        sharding: Of an Orbax folder's leaves, each device then reads its own part; others are read
+            whole, one by one.
 
     Raises:
         ValueError: If it is no target, or is not understood; the leaves' faults after the last one.
@@ -231,7 +241,7 @@ def open_target(
         header = orbax.read_header(path)
         if not isinstance(header.config, TargetConfig):
             raise ValueError(f"{path} is a draft, not a target")
-        return header, orbax.stream(path, header.config, dtype)
+        return header, orbax.stream(path, header.config, dtype, sharding)
     else:
         whole = hf.read_config(path)
         if hf.is_draft(whole):

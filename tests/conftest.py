@@ -21,3 +21,23 @@ def _forget_programs():
 def golden() -> Path:
     """The folder of reference checkpoints and arrays."""
     return Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory) -> Path:
+    """Answers of the tiny target, as training examples on disk."""
+    from runs import write_store
+
+    return write_store(tmp_path_factory.mktemp("responses"))
+
+
+@pytest.fixture(scope="session")
+def straight(store, tmp_path_factory):
+    """The setup of a run of six steps in one go, which is done, and decodes at step 6."""
+    from runs import set_up
+
+    import train.run
+
+    setup = set_up(store, tmp_path_factory.mktemp("straight"), decode_every=2)
+    train.run.train(setup)
+    return setup

@@ -13,6 +13,7 @@ from training import TAPS, tiny_target
 
 import train.setup
 from dflash_jax.models.draft import DFlashDraftModel
+from dflash_jax.sharding import make_mesh
 from train.config import TrainConfig, read_recipe
 from train.data import frequent_ids
 from train.draft import draft_config
@@ -25,6 +26,7 @@ from train.store import Example
 TARGET = tiny_target()
 LAST = TARGET.config.num_hidden_layers - 1
 SIZE = 64
+MESH = make_mesh(devices=jax.devices()[:1])
 MIXTURE = {"cross_entropy": 0.5, "kl_divergence": 0.5}
 
 
@@ -205,7 +207,7 @@ class Tokenizer:
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     """Two files of texts, one of them too long; nothing is held out."""
-    monkeypatch.setattr(train.setup, "load_target", lambda ref: TARGET)
+    monkeypatch.setattr(train.setup, "load_target", lambda ref, sharding: TARGET)
     monkeypatch.setattr(train.setup, "load_tokenizer", lambda target: Tokenizer())
     monkeypatch.setattr(train.setup.prompt_set, "EVALUATION_FILES", ())
     texts = tmp_path / "texts.txt"
@@ -220,7 +222,7 @@ def files(tmp_path, monkeypatch):
 def test_a_recipe_of_files_trains_on_stored_and_online_features_alike(files, tmp_path, capsys):
     options = dict(data=files, mixture=MIXTURE)
     setups = {
-        f: train.setup.prepare(recipe(run=str(tmp_path / f), features=f, **options))
+        f: train.setup.prepare(recipe(run=str(tmp_path / f), features=f, **options), MESH)
         for f in ("stored", "online")
     }
     counts = {
@@ -239,7 +241,7 @@ def test_a_recipe_of_files_trains_on_stored_and_online_features_alike(files, tmp
     losses = [loss_of(s)[0] for s in setups.values()]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     again = recipe(run=str(tmp_path / "again"), features=str(tmp_path / "stored/features"))
-    found = train.setup.prepare(again)
+    found = train.setup.prepare(again, MESH)
     assert [e.id for e in found.examples] == [e.id for e in setups["stored"].examples]
 
 
@@ -247,7 +249,7 @@ def test_long_documents_of_a_recipe_may_be_cut(files, tmp_path):
     config = recipe(
         run=str(tmp_path / "r"), data=files, too_long="cut", features="online", packed=True
     )
-    setup = train.setup.prepare(config)
+    setup = train.setup.prepare(config, MESH)
     counts = json.loads((tmp_path / "r/data.json").read_text())
     assert (counts["kept"], counts["cut"], counts["dropped"], counts["rows"]) == (5, 1, 0, 2)
     assert max(len(e.tokens) for e in setup.examples) == SIZE

@@ -84,24 +84,27 @@ def block_labels(
     real: Bool[Array, "B A"],
     block_size: int,
     documents: Int[Array, "B S"] | None = None,
+    first_slot: int = 1,
 ) -> tuple[Int[Array, "B A Q"], Bool[Array, "B A Q"]]:
     """Slot k's label, the token at anchor + k, and whether it counts.
 
-    Slot 0 is the anchor itself and never counts; a slot counts while its token is in the row and
+    Slot 0 is the anchor itself and never counts, unless it is the `first_slot` that predicts: then slot
+    k's label is the token at anchor + k + 1. A slot counts while its token is in the row and
     supervised, and its block's anchor is real. In a packed row it must be of the anchor's document too,
     so a block that hangs over the end trains the slots before it (speculators teaches such a block the
-    next document's tokens, NeMo leaves it out). Decoding reads slot k as the token at
-    anchor + k too: in SpecForge's DSpark the two are one slot apart.
+    next document's tokens, NeMo leaves it out). Decoding reads the slots as the same
+    tokens: in SpecForge's DSpark the two are one slot apart.
     """
     B, S = tokens.shape
     slot = jnp.arange(block_size, dtype=anchors.dtype)[None, None]
-    position = anchors[:, :, None] + slot
+    position = anchors[:, :, None] + slot + (1 - first_slot)
     inside = position < S
     flat = jnp.minimum(position, S - 1).reshape(B, -1)
     labels = jnp.take_along_axis(tokens, flat, axis=1).reshape(position.shape)
     counts = jnp.take_along_axis(supervised, flat, axis=1).reshape(position.shape)
-    counts = counts & inside & real[:, :, None] & (slot > 0)
+    counts = counts & inside & real[:, :, None] & (slot >= first_slot)
     if documents is not None:
         of = jnp.take_along_axis(documents, flat, axis=1).reshape(position.shape)
-        counts = counts & (of == of[:, :, :1])
+        own = jnp.take_along_axis(documents, anchors, axis=1)
+        counts = counts & (of == own[:, :, None])
     return labels, counts

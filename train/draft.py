@@ -7,19 +7,36 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from dflash_jax.checkpoint import hf
 from dflash_jax.checkpoint.export import save_draft
 from dflash_jax.config import DraftConfig, RopeConfig
-from dflash_jax.pair import Target, load_draft
+from dflash_jax.pair import Target, load_draft, open_draft, read_draft_config
+from dflash_jax.sharding import DRAFT, gathered, place
 from train.config import TrainConfig
-from train.step import TrainState
+from train.mesh import is_first
+from train.optimizer import trained_params
+from train.step import TrainState, whole
 from train.store import Example
+from train.vocabulary import count_tokens, frequent_vocabulary, offsets
 from train.warm_start import feature_scale, fold_scale, random_params, warm_start
 
 
 def draft_config(target: Target, config: TrainConfig) -> DraftConfig:
-    """A draft of the target's own shape, with Qwen3's query and key norms."""
+    """The draft to start from, or one of the target's own shape, with Qwen3's query and key norms.
+
+    Raises:
+        ValueError: If the draft to start from is another target's, or the recipe describes another.
+    """
+    if config.init:
+        return _starting_config(target, config)
+    return described_config(target, config)
+
+
+def described_config(target: Target, config: TrainConfig) -> DraftConfig:
+    """The draft that the recipe describes."""
     c = target.config
     return DraftConfig(
         hidden_size=c.hidden_size,
@@ -37,7 +54,48 @@ def draft_config(target: Target, config: TrainConfig) -> DraftConfig:
         mask_token_id=config.mask_token_id,
         target_layer_ids=config.target_layer_ids,
         num_target_layers=c.num_hidden_layers,
+        layer_types=config.layer_types,
+        sliding_window=config.sliding_window or None,
+        is_causal=config.is_causal,
+        window_rule=config.window_rule,
+        sample_from_anchor=config.sample_from_anchor,
+        head=config.draft_head,
+        draft_vocab_size=config.draft_vocab_size or None,
+        own_embedding=config.own_embedding,
+        own_head=config.own_head,
     )
+
+
+_ALWAYS_SAID = ("num_hidden_layers", "block_size", "mask_token_id", "target_layer_ids")
+_MAYBE_SAID = (
+    "layer_types", "sliding_window", "is_causal", "window_rule", "sample_from_anchor", "head", "draft_vocab_size",
+    "own_embedding", "own_head",
+)  # fmt: skip
+
+
+def _starting_config(target: Target, config: TrainConfig) -> DraftConfig:
+    """That of the draft to start from; its tensors are not read."""
+    path = hf.resolve(config.init)
+    start = read_draft_config(path, num_target_layers=target.config.num_hidden_layers)
+    start = open_draft(path, start)[0].config
+    described, unsaid = described_config(target, config), TrainConfig(run=config.run)
+    said = [k for k in _MAYBE_SAID if getattr(config, k) != getattr(unsaid, k)]
+    other = [
+        f"{k}={getattr(start, k)!r}, not {getattr(described, k)!r} as in the recipe"
+        for k in (*_ALWAYS_SAID, *said)
+        if getattr(start, k) != getattr(described, k)
+    ]
+    if other:
+        raise ValueError(f"init={config.init!r} has {'; '.join(other)}")
+    return start
+
+
+def draft_vocabulary(target: Target, draft: DraftConfig, examples: Sequence[Example]) -> np.ndarray:
+    """The ids that a draft with a reduced vocabulary gets: the stop ids and the responses' most frequent."""
+    responses = (e.tokens[e.supervised] for e in examples)
+    counts = count_tokens(responses, draft.vocab_size)
+    assert draft.draft_vocab_size is not None
+    return frequent_vocabulary(counts, draft.draft_vocab_size, target.stop_token_ids)
 
 
 def first_state(
@@ -47,34 +105,42 @@ def first_state(
     optimizer: optax.GradientTransformation,
     examples: Sequence[Example],
 ) -> TrainState:
-    """Step 0: the recipe's draft, or the target's last layers as one; AdamW's moments at zero.
-
-    Raises:
-        ValueError: If the recipe's draft has another shape than the recipe says.
-    """
+    """Step 0: the recipe's draft, or the target's last layers as one; the optimizer's moments at zero."""
     width = len(draft.target_layer_ids) * draft.hidden_size
     taps = [dataclasses.replace(e, features=e.features[:, :width]) for e in examples[:64]]
     scale = feature_scale(taps)
     if config.init:
         start = load_draft(config.init, target, dtype="float32")
-        if start.config != draft:
-            raise ValueError(
-                f"init={config.init!r} is {start.config}, but the recipe describes {draft}"
-            )
         params = fold_scale(start.params, 1 / scale)
+        d2t = params.pop("d2t", None)
     else:
-        random = random_params(draft, jax.random.key(config.seed))
-        params = warm_start(random, target.params, draft, scale, taps)
+        params = random_params(draft, jax.random.key(config.seed))
+        ids = (
+            draft_vocabulary(target, draft, examples)
+            if params.pop("d2t", None) is not None
+            else None
+        )
+        params = warm_start(params, target.params, draft, scale, taps, ids)
+        d2t = None if ids is None else jnp.asarray(offsets(ids))
+    params = place(params, DRAFT)
     moments = optimizer.init(params)
-    return TrainState(jnp.zeros((), jnp.int32), params, moments, jnp.asarray(scale))
+    state = TrainState(jnp.zeros((), jnp.int32), params, moments, jnp.asarray(scale), d2t)
+    return place(state, DRAFT)
 
 
 def export(draft: DraftConfig, state: TrainState, folder: Path) -> None:
-    """Writes the draft in the flat Hugging Face dialect, bfloat16, in the place of an older one."""
+    """Writes the draft in the flat Hugging Face dialect, bfloat16, in the place of an older one.
+
+    Every process must call it; the first one writes.
+    """
+    params = trained_params(state.params, state.opt_state)
+    params = gathered(whole(fold_scale(params, state.feature_scale), state.d2t))
+    if not is_first():
+        return
     new, old = (folder.with_name(f"{folder.name}.{end}") for end in ("new", "old"))
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    save_draft(new, draft, fold_scale(state.params, state.feature_scale))
+    save_draft(new, draft, params)
     if folder.exists():
         folder.rename(old)
     new.rename(folder)

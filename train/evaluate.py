@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.models.draft import DFlashDraftModel
+from dflash_jax.models.draft import DFlashDraftModel, first_slot
+from dflash_jax.sharding import BATCH, EVERYWHERE, constrain, place
 from train.anchors import sample_anchors
 from train.data import make_batch, stack_features
-from train.losses import Objective, acceptance_length, vocabulary_loss
-from train.step import Blocks, block_hidden, make_blocks
+from train.losses import Objective, acceptance_length
+from train.step import Blocks, block_rows, in_vocabulary, make_blocks, target_rows, whole
 from train.store import Example
 
 
@@ -27,12 +28,9 @@ def block_correct(
     *,
     chunk: int,
 ) -> Bool[Array, "B A Q"]:
-    """Where the draft's argmax over the whole vocabulary is the label."""
-    hidden = block_hidden(module, params, embedding, feature_scale, blocks)
-    hidden = hidden.reshape(len(hidden), -1)
-    labels = blocks.labels.reshape(-1)
-    rows = vocabulary_loss(Objective(), hidden, head, labels, chunk=chunk)
-    return rows.correct.reshape(blocks.labels.shape)
+    """Where what the draft proposes, of all ids that it has, is the label, given the true tokens before it."""
+    rows = block_rows(module, Objective(), chunk, params, embedding, head, feature_scale, blocks)
+    return constrain(rows.correct.reshape(blocks.labels.shape), EVERYWHERE)
 
 
 def evaluate(
@@ -47,8 +45,16 @@ def evaluate(
     batch_size: int,
     size: int,
     chunk: int,
+    d2t: Int[Array, " Vd"] | None = None,
 ) -> float:
-    """Mean teacher-forced acceptance length over up to `anchors` fixed anchors of each example."""
+    """Mean teacher-forced acceptance length over up to `anchors` fixed anchors of each example.
+
+    Args:
+        params, feature_scale, d2t: See `step.TrainState`.
+        head: The target's, of all ids.
+    """
+    first = first_slot(module.config)
+    params, head = whole(params, d2t), target_rows(head, None, d2t)
     total, blocks_seen = 0.0, 0.0
     for start in range(0, len(examples), batch_size):
         chosen = list(examples[start : start + batch_size])
@@ -67,8 +73,10 @@ def evaluate(
             positions,
             real,
             module.config.block_size,
+            first_slot=first,
         )
+        blocks = place(in_vocabulary(blocks, d2t), BATCH)
         correct = block_correct(module, params, embedding, head, feature_scale, blocks, chunk=chunk)
-        length, count = acceptance_length(correct, blocks.counts, blocks.real)
+        length, count = acceptance_length(correct, blocks.counts, blocks.real, first)
         total, blocks_seen = total + float(length), blocks_seen + float(count)
     return total / max(blocks_seen, 1.0)

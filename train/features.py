@@ -34,6 +34,7 @@ from dflash_jax.decode import State, prefill
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.pair import Target, load_target, load_tokenizer
 from dflash_jax.sampling import Picker, Proposals
+from dflash_jax.sharding import gathered
 from dflash_jax.states import PREFILL_CHUNK, new_state
 from train.chat import read_files
 from train.store import Example, Lazy, Origin, load_examples, read_ids, shard_paths, write_shard
@@ -204,7 +205,8 @@ def _place(
 def target_hash(target: Target) -> str:
     """sha256 of the weights, rounded to bfloat16, and of what RoPE does with them.
 
-    The same for a checkpoint in every format, loaded in every dtype.
+    The same for a checkpoint in every format, loaded in every dtype. All processes must call it where
+    the weights lie on several.
     """
     rope = target.config.rope
     scaling = {f.name: getattr(rope, f.name) for f in dataclasses.fields(rope)}
@@ -212,7 +214,7 @@ def target_hash(target: Target) -> str:
     digest = hashlib.sha256(repr(sorted(stated.items())).encode())
     for path, leaf in sorted(keys.flatten(target.params).items()):
         digest.update(f"{path} {leaf.shape}".encode())
-        digest.update(np.asarray(leaf.astype(jnp.bfloat16)).tobytes())
+        digest.update(np.asarray(gathered(leaf.astype(jnp.bfloat16))).tobytes())
     return digest.hexdigest()
 
 

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax.models.draft import first_slot
 from dflash_jax.ops.mask import document_positions
+from dflash_jax.sharding import BATCH, place
 from train.anchors import choose_anchors, sample_first_slots
 from train.data import batch_indices, candidate_ids, make_batch, stack_features
 from train.features import online_features
@@ -16,7 +18,7 @@ from train.step import Blocks, make_blocks
 
 def make_step_input(
     setup: Setup, step: int, process_index: int = 0, process_count: int = 1
-) -> tuple[Blocks, np.ndarray]:
+) -> tuple[Blocks, np.ndarray | None]:
     """Step `step`'s blocks and head rows; a function of the step alone, so that a resumed run is the same run.
 
     Args:
@@ -24,6 +26,9 @@ def make_step_input(
         step: From 0.
         process_index, process_count: Which of the processes this is: each gets its slice of the batch's
             rows, and all get the head rows of the whole batch.
+
+    Returns:
+        The blocks, on the mesh if there is one, and the head rows, None for all of a reduced vocabulary.
 
     Raises:
         ValueError: If the rows do not divide among the processes.
@@ -37,22 +42,26 @@ def make_step_input(
     key = jax.random.fold_in(jax.random.key(config.seed), step)
     blocks = _sample_blocks(
         key, batch.tokens, batch.supervised, batch.documents, batch.numbers,
-        anchors=config.anchors, block_size=config.block_size, prefix_base=config.prefix_base,
+        anchors=config.anchors, block_size=config.block_size, prefix_base=config.prefix_base, first_slot=first_slot(draft),
     )  # fmt: skip
-    labels = np.asarray(blocks.labels)
-    rng = np.random.default_rng((config.seed, step, 1))
-    ids = candidate_ids(np.unique(labels), setup.frequent, draft.vocab_size, config.candidates, rng)
-    blocks = blocks.replace(labels=jnp.asarray(np.searchsorted(ids, labels), jnp.int32))
+    ids = None
+    if draft.draft_vocab_size is None:
+        labels, rng = np.asarray(blocks.labels), np.random.default_rng((config.seed, step, 1))
+        ids = candidate_ids(
+            np.unique(labels), setup.frequent, draft.vocab_size, config.candidates, rng
+        )
+        blocks = blocks.replace(labels=jnp.asarray(np.searchsorted(ids, labels), jnp.int32))
     each = config.batch_size // process_count
     own = slice(process_index * each, (process_index + 1) * each)
     blocks = jax.tree.map(lambda x: x[own], blocks)
     features = _features(setup, rows[own])
     width = len(draft.target_layer_ids) * draft.hidden_size
-    return blocks.replace(
+    blocks = blocks.replace(
         features=features[..., :width],
         teacher=features[..., width:] if config.objective.needs_teacher else None,
         documents=blocks.documents if config.packed else None,
-    ), ids
+    )
+    return place(blocks, BATCH), ids
 
 
 def _features(setup: Setup, rows):
@@ -63,7 +72,7 @@ def _features(setup: Setup, rows):
     return jnp.asarray(stack_features(rows, size))
 
 
-@functools.partial(jax.jit, static_argnames=("anchors", "block_size", "prefix_base"))
+@functools.partial(jax.jit, static_argnames=("anchors", "block_size", "prefix_base", "first_slot"))
 def _sample_blocks(
     key,
     tokens,
@@ -74,6 +83,7 @@ def _sample_blocks(
     anchors: int,
     block_size: int,
     prefix_base: float,
+    first_slot: int,
 ) -> Blocks:
     """Blocks without features. An anchor's noise is of the step, the example and the place in it."""
 
@@ -96,5 +106,5 @@ def _sample_blocks(
         )
         first = jax.vmap(jax.vmap(draw))(keys_of(1, *at_anchors))
     return make_blocks(
-        tokens, None, supervised, positions, real, block_size, None, first, documents
+        tokens, None, supervised, positions, real, block_size, None, first, documents, first_slot
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.ops.product import product
+from train.heads import Readout, selector_loss
 
 # Losses: (draft logits [V c], labels [c], target logits [V c]) -> loss of each column [c].
 
@@ -174,13 +174,18 @@ WEIGHTS: dict[str, Callable[["Objective", Array, Array, Array], Array]] = {
     "dpace_continuation": lambda o, slot, counts, q: continuation_weights(q, counts, o.alpha),
 }
 
-# (weights, counts) -> what divides the weighted sum. NeMo and SpecForge divide by the weights, speculators
+# (weights, counts) -> what divides the weighted sum, if it is not 0. NeMo and SpecForge divide by the weights, speculators
 # by the count: with one gamma, smaller gradients there. SpecForge's D-PACE divides by the sequences.
 NORMALIZERS: dict[str, Callable[[Array, Array], Array]] = {
-    "weights": lambda weights, counts: jnp.maximum(weights.sum(), 1e-6),
-    "count": lambda weights, counts: jnp.maximum(counts.sum(), 1),
+    "weights": lambda weights, counts: weights.sum(),
+    "count": lambda weights, counts: counts.sum().astype(jnp.float32),
     "sequences": lambda weights, counts: jnp.float32(len(counts)),
 }
+
+
+# A token that is not among DFlash 2's candidates: leaves its slot out of the selector's loss, or stands
+# there for the last candidate.
+SELECTOR_MISSING = ("skip", "replace")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,6 +199,10 @@ class Objective:
         alpha: Of "dpace" and its halves, in [0, 1].
         temperature: Of "kl_divergence".
         normalize: What divides the weighted sum, a name in `NORMALIZERS`.
+        base_steps: Of Domino: its loss without the correction has a share that falls from 1 to 0 over so
+            many steps.
+        selector_weight: Of DFlash 2's loss of choosing among candidates.
+        selector_missing: What a token that is no candidate does there, see `SELECTOR_MISSING`.
     """
 
     mixture: tuple[tuple[str, float], ...] = (("cross_entropy", 1.0),)
@@ -202,14 +211,18 @@ class Objective:
     alpha: float = 0.5
     temperature: float = 1.0
     normalize: str = "weights"
+    base_steps: int = 0
+    selector_weight: float = 1.0
+    selector_missing: str = "skip"
 
     def __post_init__(self):
         """Raises ValueError for an unknown name, and for D-PACE without a token to be confident of."""
         names = {name for name, _ in self.mixture}
         for field, given, known in (
             ("mixture", names, LOSSES), ("weights", {self.weights}, WEIGHTS), ("normalize", {self.normalize}, NORMALIZERS),
+            ("selector_missing", {self.selector_missing}, SELECTOR_MISSING),
         ):  # fmt: skip
-            if not given or not given <= known.keys():
+            if not given or not given <= set(known):
                 raise ValueError(f"{field}={getattr(self, field)!r} must be of {sorted(known)}")
         if self.weights.startswith("dpace") and not names & OF_ONE_TOKEN:
             raise ValueError(
@@ -220,16 +233,33 @@ class Objective:
     def needs_teacher(self) -> bool:
         return any(name not in OF_THE_DATA for name, _ in self.mixture)
 
+    @property
+    def needs_labels(self) -> bool:
+        return any(name in OF_THE_DATA for name, _ in self.mixture)
+
+    def base_share(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        """Domino's share of the loss without the correction, at step `step` (from 0).
+
+        Source: specforge 0.2.0 `training/strategies/base.py`.
+        """
+        return jnp.clip(1.0 - step / max(self.base_steps, 1), 0.0, 1.0) * (self.base_steps > 0)
+
+
+PLAIN = Readout()
+
 
 class Rows(NamedTuple):
-    """Of each row: its loss, the draft's confidence in the token, and whether the argmax is the label.
+    """Of each row: its loss, the draft's confidence in the token, and whether what it proposes is the label.
 
     With both cross-entropies in the mixture the confidence is their geometric mean; with neither, it is 1.
+    Of DFlash 2 also the selector's loss, and whether its token is among the candidates.
     """
 
     loss: Float[Array, " R"]
     confidence: Float[Array, " R"]
     correct: Bool[Array, " R"]
+    selector: Float[Array, " R"] | None = None
+    listed: Bool[Array, " R"] | None = None
 
 
 def vocabulary_loss(
@@ -240,6 +270,9 @@ def vocabulary_loss(
     teacher: Float[Array, "D R"] | None = None,
     *,
     chunk: int,
+    sequences: int = 1,
+    read: Readout = PLAIN,
+    base_share: Float[Array, ""] | None = None,
 ) -> Rows:
     """Losses of R rows without ever holding R columns of logits.
 
@@ -249,34 +282,66 @@ def vocabulary_loss(
     Args:
         objective: Its mixture and temperature.
         hidden: The draft's hidden states.
-        head: The target's head, or the rows of it that take part; `labels` index into it.
+        head: The draft's head, or the rows of it that take part; `labels` index into it.
         labels: Of each row; anything legal where the row does not count.
         teacher: The target's normed hidden states at the same predictions, where a loss needs them.
         chunk: Rows at a time; R need not be a multiple.
+        read: What else lies between states and logits.
+        base_share: Of a loss without the draft head's correction in that with it; None is 0.
+        sequences: Whose rows follow one another, the same number each. A chunk has rows of all of them, at
+            least one, so that where devices hold sequences they all take part in each.
 
     Raises:
         ValueError: If a loss needs a teacher and there is none.
     """
     if objective.needs_teacher and teacher is None:
         raise ValueError(f"mixture={objective.mixture} needs the target's hidden states")
-    R = hidden.shape[1]
-    chunk = min(chunk, R)
-    pad = -R % chunk
+    each = hidden.shape[1] // sequences
+    size = min(max(chunk // sequences, 1), each)
 
     def split(x):
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)])
-        return jnp.moveaxis(x.reshape(*x.shape[:-1], -1, chunk), -2, 0)
+        x = x.reshape(*x.shape[:-1], sequences, each)
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -each % size)])
+        x = jnp.moveaxis(x.reshape(*x.shape[:-1], -1, size), -2, 0)
+        return x.reshape(*x.shape[:-2], -1)
+
+    def join(x):
+        x = jnp.moveaxis(x.reshape(-1, sequences, size), 0, 1)
+        return x.reshape(sequences, -1)[:, :each].reshape(-1)
 
     @jax.checkpoint
     def one(rows):
-        h, label, t = rows
-        logits = product(head, h[:, None])[:, 0]
-        target = None if t is None else product(head, t[:, None])[:, 0]
-        loss, confidence = _mixed(objective, logits, label, target)
-        return Rows(loss, confidence, jnp.argmax(logits, axis=0) == label)
+        h, columns, label, t = rows
+        logits = read.logits(head, h)
+        target = None if t is None else read.target_logits(head, t)
+        if read.candidates:
+            return _selected(objective, read, logits, columns, label, target)
+        final = logits if columns is None else read.corrected(logits, columns)
+        loss, confidence = _mixed(objective, final, label, target)
+        if base_share is not None:
+            base, _ = _mixed(objective, logits, label, target)
+            loss = (1 - base_share) * loss + base_share * base
+        return Rows(loss, confidence, jnp.argmax(final, axis=0) == label)
 
-    rows = (split(hidden), split(labels), None if teacher is None else split(teacher))
-    return jax.tree.map(lambda x: x.reshape(-1)[:R], jax.lax.map(one, rows))
+    rows = jax.tree.map(split, (hidden, read.columns, labels, teacher))
+    return jax.tree.map(join, jax.lax.map(one, rows))
+
+
+def _selected(
+    objective: Objective,
+    read: Readout,
+    logits: Float[Array, "V c"],
+    columns: Float[Array, "X c"],
+    labels: Int[Array, " c"],
+    target: Float[Array, "V c"] | None,
+) -> Rows:
+    """Of a chunk of DFlash 2: the mixture's loss of the logits, and the selector's of the mixture's token."""
+    loss, confidence = _mixed(objective, logits, labels, target)
+    of_target = not objective.needs_labels and target is not None
+    token = jnp.argmax(target, axis=0) if of_target else labels
+    replace = objective.selector_missing == "replace"
+    selector, listed, chosen = selector_loss(read, logits, columns, token, replace)
+    return Rows(loss, confidence, chosen == labels, selector, listed)
 
 
 def _mixed(
@@ -294,12 +359,28 @@ def _mixed(
     return loss, jnp.exp(-jax.lax.stop_gradient(mean))
 
 
-class Totals(NamedTuple):
-    """Sums over a batch's rows, and each row's correctness."""
+LEAST_DIVISOR = 1e-6  # where nothing counts
 
-    loss: Float[Array, ""]
+
+class Totals(NamedTuple):
+    """Sums over a batch's rows, and each row's correctness.
+
+    The loss is the sum of `numerators` over `divisors`: the mixture's, and for DFlash 2 the selector's.
+    """
+
+    numerators: Float[Array, " terms"]
+    divisors: Float[Array, " terms"]
     weight: Float[Array, ""]
     correct: Bool[Array, " R"]
+    listed: Bool[Array, " R"] | None = None
+
+    @property
+    def safe_divisors(self) -> Float[Array, " terms"]:
+        return jnp.maximum(self.divisors, LEAST_DIVISOR)
+
+    @property
+    def loss(self) -> Float[Array, ""]:
+        return jnp.sum(self.numerators / self.safe_divisors)
 
 
 def weighted(
@@ -315,19 +396,36 @@ def weighted(
     slot = jnp.arange(counts.shape[2], dtype=first.dtype)[None, None] - first[:, :, None]
     confidence = rows.confidence.reshape(counts.shape)
     weights = WEIGHTS[objective.weights](objective, slot, counts, confidence) * counts
-    total = jnp.sum(weights * rows.loss.reshape(counts.shape))
-    loss = total / NORMALIZERS[objective.normalize](weights, counts)
-    return loss, Totals(total, weights.sum(), rows.correct)
+    divisor = NORMALIZERS[objective.normalize]
+    numerators = [jnp.sum(weights * rows.loss.reshape(counts.shape))]
+    divisors = [divisor(weights, counts)]
+    if rows.selector is not None:
+        assert rows.listed is not None
+        learns = counts
+        if objective.selector_missing == "skip":
+            learns = counts & rows.listed.reshape(counts.shape)
+        of_selector = jnp.sum(weights * learns * rows.selector.reshape(counts.shape))
+        numerators.append(objective.selector_weight * of_selector)
+        divisors.append(divisor(weights * learns, learns))
+    totals = Totals(
+        jnp.stack(numerators), jnp.stack(divisors), weights.sum(), rows.correct, rows.listed
+    )
+    return totals.loss, totals
 
 
 def acceptance_length(
-    correct: Bool[Array, "B A Q"], counts: Bool[Array, "B A Q"], real: Bool[Array, "B A"]
+    correct: Bool[Array, "B A Q"],
+    counts: Bool[Array, "B A Q"],
+    real: Bool[Array, "B A"],
+    first_slot: int = 1,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Teacher-forced acceptance: sum over real blocks of (matching prefix + 1), and their number.
 
-    Slots that do not count end the prefix.
+    The prefix begins at `first_slot`; slots that do not count end it.
 
     Source: NeMo Automodel `components/speculative/dflash/core.py`, `accept_len`.
     """
-    agree = jnp.cumprod((correct & counts)[:, :, 1:], axis=2, dtype=jnp.int32).sum(axis=2) + 1
+    agree = (
+        jnp.cumprod((correct & counts)[:, :, first_slot:], axis=2, dtype=jnp.int32).sum(axis=2) + 1
+    )
     return jnp.sum(jnp.where(real, agree, 0)).astype(jnp.float32), jnp.sum(real).astype(jnp.float32)

@@ -7,17 +7,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.pair import Target, load_target, load_tokenizer
+from dflash_jax.sharding import TARGET, make_mesh, placement
 from train import prompts as prompt_set
 from train.chat import Report, read_files
 from train.config import TrainConfig
 from train.data import frequent_ids
 from train.draft import draft_config
 from train.features import as_needed, origin_of, write_features
+from train.mesh import is_first, wait_for_all
 from train.optimizer import make_optimizer
 from train.packing import pack
 from train.regenerate import answer_prompts
@@ -35,6 +39,7 @@ class Setup:
     examples: Sequence[Example]
     held_out: Mapping[str, Sequence[Example]]
     frequent: np.ndarray
+    mesh: Mesh = dataclasses.field(default_factory=lambda: make_mesh(devices=jax.devices()[:1]))
 
     @functools.cached_property
     def rows(self) -> list[list[int]]:
@@ -58,26 +63,31 @@ class Setup:
         )
 
 
-def prepare(config: TrainConfig) -> Setup:
+def prepare(config: TrainConfig, mesh: Mesh) -> Setup:
     """Makes what the recipe needs and is not there yet: prompts, responses, features."""
     run = Path(config.run)
-    target = load_target(config.target or None)
-    module = DFlashDraftModel(draft_config(target, config))
+    target = load_target(config.target or None, sharding=placement(mesh, TARGET))
+    module = DFlashDraftModel(draft_config(target, config), config.remat)
     origin = origin_of(target, load_tokenizer(target))
-    examples, report = _examples(config, target, origin)
+    documents, report = _documents(config, target)
+    if is_first():  # alone, so with a target of its own where there are others
+        alone = target if jax.process_count() == 1 else load_target(config.target or None)
+        _make(config, alone, origin, documents)
+    wait_for_all("the data are there")
+    examples = _examples(config, target, origin, documents)
+    if not config.data:
+        report = _counted(config, examples)
     counts = dataclasses.asdict(report) | {"rows": len(_rows(config, examples))}
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "data.json").write_text(json.dumps(counts, indent=1))
-    print(f"{config.run}: training on " + ", ".join(f"{v} {k}" for k, v in counts.items()), file=sys.stderr)  # fmt: skip
-    held_out = {}
-    for path in prompt_set.EVALUATION_FILES:
-        answer_prompts(
-            target, path, run / path.stem, config.target_layer_ids, rows=config.refill, refill=config.refill,
-            max_new_tokens=config.max_new_tokens, size=2 * config.response_size, origin=origin,
-        )  # fmt: skip
-        held_out[path.stem] = load_examples(run / path.stem, config.target_layer_ids, origin)
+    if is_first():
+        (run / "data.json").write_text(json.dumps(counts, indent=1))
+        told = ", ".join(f"{count} {name}" for name, count in counts.items())
+        print(f"{config.run}: training on {told}", file=sys.stderr)
+    held_out = {
+        path.stem: load_examples(run / path.stem, config.target_layer_ids, origin)
+        for path in prompt_set.EVALUATION_FILES
+    }
     frequent = frequent_ids(examples, config.frequent)
-    return Setup(config, target, module, make_optimizer(config), examples, held_out, frequent)
+    return Setup(config, target, module, make_optimizer(config), examples, held_out, frequent, mesh)
 
 
 def taps_of(config: TrainConfig, target: Target) -> tuple[int, ...]:
@@ -93,42 +103,54 @@ def _rows(config: TrainConfig, examples: Sequence[Example]) -> list[list[int]]:
     return pack([min(len(e.tokens), config.sequence_size) for e in examples], config.sequence_size)
 
 
-def _examples(config: TrainConfig, target: Target, origin: Origin) -> tuple[list[Example], Report]:
+def _counted(config: TrainConfig, examples: Sequence[Example]) -> Report:
+    """The report of answers, none of which is left out."""
+    return Report(
+        kept=len(examples),
+        cut=sum(len(e.tokens) > config.sequence_size for e in examples),
+        tokens=sum(len(e.tokens) for e in examples),
+        supervised=sum(int(e.supervised.sum()) for e in examples),
+    )
+
+
+def _documents(config: TrainConfig, target: Target) -> tuple[list[Example], Report]:
+    """The recipe's files, if it names any."""
+    return read_files(
+        [Path(path) for path in config.data], load_tokenizer(target), config.sequence_size,
+        too_long=config.too_long, thinking=config.thinking, turns=config.turns,
+    )  # fmt: skip
+
+
+def _examples(
+    config: TrainConfig, target: Target, origin: Origin, documents: list[Example]
+) -> list[Example]:
     """What to train on, with its features; those of "online" are computed where they are looked at."""
     run, taps, online = Path(config.run), taps_of(config, target), config.features == "online"
-    if config.data:
-        examples, report = read_files(
-            [Path(path) for path in config.data], load_tokenizer(target), config.sequence_size,
-            too_long=config.too_long, thinking=config.thinking, turns=config.turns,
+    if not (online and config.data):
+        made = run / ("features" if config.data else "responses")
+        folder = made if config.features in ("stored", "online") else Path(config.features)
+        documents = load_examples(folder, () if online else taps, origin)
+    return as_needed(target, documents, taps) if online else documents
+
+
+def _make(config: TrainConfig, target: Target, origin: Origin, documents: list[Example]) -> None:
+    """Writes the recipe's features or responses and the held-out ones, as far as that is not done yet."""
+    run, taps, online = Path(config.run), taps_of(config, target), config.features == "online"
+    run.mkdir(parents=True, exist_ok=True)
+    sizes = dict(refill=config.refill, max_new_tokens=config.max_new_tokens, origin=origin)
+    if config.data and not online:
+        write_features(target, origin, documents, run / "features", taps, rows=config.refill)
+    elif not config.data and config.features in ("stored", "online"):
+        prompts = run / "prompts.jsonl"
+        if not prompts.exists():
+            built = prompt_set.build(config.prompts, config.seed)
+            prompt_set.write_jsonl(prompts, prompt_set.split(built, 0)[0])
+        answer_prompts(
+            target, prompts, run / "responses", () if online else taps, rows=config.rows, size=config.response_size,
+            responses=read_shard(Path(config.responses)) if config.responses else (), **sizes,
         )  # fmt: skip
-        if not online:
-            write_features(target, origin, examples, run / "features", taps, rows=config.refill)
-            examples = load_examples(run / "features", taps, origin)
-    else:
-        given = config.features not in ("stored", "online")
-        folder = Path(config.features) if given else run / "responses"
-        if not given:
-            _answer(config, target, folder, () if online else taps, origin)
-        examples = load_examples(folder, () if online else taps, origin)
-        report = Report(
-            kept=len(examples),
-            cut=sum(len(e.tokens) > config.sequence_size for e in examples),
-            tokens=sum(len(e.tokens) for e in examples),
-            supervised=sum(int(e.supervised.sum()) for e in examples),
-        )
-    return as_needed(target, examples, taps) if online else examples, report
-
-
-def _answer(
-    config: TrainConfig, target: Target, folder: Path, taps: tuple[int, ...], origin: Origin
-) -> None:
-    """The target's answers to the built prompts."""
-    prompts = Path(config.run) / "prompts.jsonl"
-    if not prompts.exists():
-        built = prompt_set.build(config.prompts, config.seed)
-        prompt_set.write_jsonl(prompts, prompt_set.split(built, 0)[0])
-    answer_prompts(
-        target, prompts, folder, taps, rows=config.rows, refill=config.refill,
-        max_new_tokens=config.max_new_tokens, size=config.response_size,
-        responses=read_shard(Path(config.responses)) if config.responses else (), origin=origin,
-    )  # fmt: skip
+    for path in prompt_set.EVALUATION_FILES:
+        answer_prompts(
+            target, path, run / path.stem, config.target_layer_ids, rows=config.refill, size=2 * config.response_size,
+            **sizes,
+        )  # fmt: skip

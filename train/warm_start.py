@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import DraftConfig
 from dflash_jax.models.draft import DFlashDraftModel
+from dflash_jax.sharding import gathered
 from train.store import Example
 
 
@@ -41,8 +42,11 @@ def warm_start(
     config: DraftConfig,
     scale: Float[np.ndarray, " CD"],
     examples: Sequence[Example],
+    ids: Int[np.ndarray, " Vd"] | None = None,
 ) -> dict[str, Any]:
     """`params` with the target's last layers in place of the draft's, and `fc` passing the last tap through.
+
+    Tables of the draft's own start as the target's, of a reduced vocabulary `ids` as its rows.
 
     The input norms are folded into the projections that they feed, since a draft's context does not
     pass them; the query and key norms, which the target may lack, start at the measured rms.
@@ -60,7 +64,7 @@ def warm_start(
     last_tap = np.concatenate([e.features[1:-1, -D:] for e in examples[:16]]).astype(np.float32)
     unit = last_tap / np.sqrt(np.mean(np.square(last_tap), axis=1, keepdims=True))
     for i in range(depth):
-        source = target[f"layers_{of_target - depth + i}"]
+        source = gathered(target[f"layers_{of_target - depth + i}"])
         layer = dict(started[f"layers_{i}"])
         norm = source["input_layernorm"]["weight"]
         attention = dict(layer["self_attn"])
@@ -83,8 +87,13 @@ def warm_start(
     fc = np.zeros(started["fc"]["weight"].shape, np.float32)
     fc[:, -D:] = np.diag(1.0 / scale[-D:])
     started["fc"] = {"weight": jnp.asarray(fc)}
+    if config.own_embedding:
+        started["embed_tokens"] = target["embed_tokens"]
+    if config.own_head:
+        rows = target.get("lm_head", target["embed_tokens"])["weight"]
+        started["lm_head"] = {"weight": rows if ids is None else rows[ids]}
     # Half the target's scale: the first guesses should not be as sure as the target.
-    started["norm"] = {"weight": target["norm"]["weight"] * 0.5}
+    started["norm"] = {"weight": gathered(target["norm"]["weight"]) * 0.5}
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32), started)
 
 

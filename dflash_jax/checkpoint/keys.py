@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from dflash_jax import array_typing as at
@@ -29,6 +30,8 @@ _EMBEDDING, _HEAD = "embed_tokens/weight", "lm_head/weight"
 # A reduced vocabulary's: the one leaf of integers, and the same as booleans.
 OFFSETS, _MASK = "d2t", "t2d"
 _BUFFER = "rotary_emb.inv_freq"  # follows from the config
+# Where a leaf goes; a function is given its path and shape.
+Placement = Sharding | Callable[[str, tuple[int, ...]], Sharding] | None
 _FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 
 
@@ -110,10 +113,29 @@ def expected_shapes(config: TargetConfig | DraftConfig) -> Mapping[str, tuple[in
     return types.MappingProxyType({path: leaf.shape for path, leaf in flatten(tree).items()})
 
 
-def build(leaves: Iterable[tuple[str, Any]], order: Iterable[str]) -> at.Params:
-    """The parameter tree of pairs (path, leaf); beside it, one leaf is held at a time."""
-    tree = {path: jnp.asarray(leaf) for path, leaf in leaves}
+def build(
+    leaves: Iterable[tuple[str, Any]], order: Iterable[str], sharding: Placement = None
+) -> at.Params:
+    """The parameter tree of pairs (path, leaf); beside it, one leaf is held at a time.
+
+    Args:
+        sharding: Of numpy leaves; JAX's are where they are.
+    """
+    tree = {path: _put(path, leaf, sharding) for path, leaf in leaves}
     return nest({path: tree[path] for path in order})
+
+
+def sharding_of(path: str, shape: tuple[int, ...], placement: Placement) -> Sharding | None:
+    """Where a leaf goes; None is the first device."""
+    return placement(path, shape) if callable(placement) else placement
+
+
+def _put(path: str, leaf: Any, placement: Placement) -> jax.Array:
+    place = sharding_of(path, leaf.shape, placement)
+    if place is None or isinstance(leaf, jax.Array):
+        return jnp.asarray(leaf)
+    # Each process puts its own part.
+    return jax.make_array_from_callback(leaf.shape, place, lambda index: leaf[index])
 
 
 def stream(

@@ -14,7 +14,7 @@ import gc
 import math
 import shutil
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -22,7 +22,6 @@ from typing import Any, Generic, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from dflash_jax import array_typing as at
@@ -53,9 +52,6 @@ _HEADS = {cls.__name__: cls for cls in (DFlash2, Domino, DSpark)}
 Config = TypeVar("Config", bound=TargetConfig | DraftConfig)
 _GROUP = 2**27  # bytes of leaves that are read or written in one call
 _CHUNK = 2**26  # bytes of a stored array that are read at once
-
-# Where a leaf goes; a function is given its path and shape.
-Placement = Sharding | Callable[[str, tuple[int, ...]], Sharding] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +220,7 @@ def read_header(directory: Path) -> Header:
 
 
 def load(
-    directory: str | Path, dtype: DTypeLike | None = None, sharding: Placement = None
+    directory: str | Path, dtype: DTypeLike | None = None, sharding: keys.Placement = None
 ) -> tuple[Header, at.Params]:
     """What a checkpoint is, and its parameters.
 
@@ -245,7 +241,7 @@ def load_params(
     directory: Path,
     config: TargetConfig | DraftConfig,
     dtype: DTypeLike | None = None,
-    sharding: Placement = None,
+    sharding: keys.Placement = None,
 ) -> at.Params:
     """The parameters of a checkpoint, which must be `config`'s. See `load`."""
     leaves = stream(directory, config, dtype, sharding)
@@ -256,7 +252,7 @@ def stream(
     directory: Path,
     config: TargetConfig | DraftConfig,
     dtype: DTypeLike | None = None,
-    sharding: Placement = None,
+    sharding: keys.Placement = None,
 ) -> Iterator[tuple[str, Any]]:
     """Yields (path, leaf) of a checkpoint, which must be `config`'s. See `read_leaves`."""
     folder = Path(directory) / "params"
@@ -286,7 +282,7 @@ def read_leaves(
     folder: Path,
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     dtype: DTypeLike | None = None,
-    sharding: Placement = None,
+    sharding: keys.Placement = None,
 ) -> Iterator[tuple[str, Any]]:
     """Yields (path, array) of leaves of a folder written by Orbax, largest first; no others are read.
 
@@ -304,7 +300,7 @@ def read_leaves(
 
     def abstract(path: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct | np.ndarray:
         kept = _kept(leaf.dtype, dtype)
-        place = sharding(path, leaf.shape) if callable(sharding) else sharding
+        place = keys.sharding_of(path, leaf.shape, sharding)
         if place is None:
             return keys.blank(leaf.shape, kept)  # asks for a numpy array
         return jax.ShapeDtypeStruct(leaf.shape, kept, sharding=place)

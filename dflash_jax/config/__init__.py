@@ -6,6 +6,7 @@ every key that it neither uses nor knows to be harmless; `write_flat`, `write_ne
 """
 
 from dflash_jax.config.draft import (
+    WINDOW_RULES,
     DraftConfig,
     WindowRule,
     build_target_layer_ids,
@@ -19,6 +20,7 @@ from dflash_jax.config.transformer import TargetConfig, TransformerConfig
 from dflash_jax.config.writers import write_flat, write_nested, write_target
 
 __all__ = [
+    "WINDOW_RULES",
     "DFlash2",
     "DSpark",
     "Domino",

@@ -12,7 +12,7 @@ from dflash_jax import array_typing as at
 from dflash_jax.cache import KVCache
 from dflash_jax.config import DraftConfig
 from dflash_jax.models.heads import HEADS
-from dflash_jax.models.heads.seam import Embed, Pick
+from dflash_jax.models.heads.seam import Correction, Embed, Pick
 from dflash_jax.models.transformer import Embedding, Linear, RMSNorm
 from dflash_jax.ops.attention import attention, block_attention
 from dflash_jax.ops.mask import block_masks, document_positions, draft_mask
@@ -24,9 +24,13 @@ class DFlashDraftModel(nn.Module):
     """Maps block embeddings to hidden states; embeddings and output head are the target's, or its own.
 
     The parameters of the config's draft head, if it has any, lie beside the others, as in checkpoints.
+
+    Attributes:
+        remat: Whether `blocks` keeps only the layers' inputs for the backward pass.
     """
 
     config: DraftConfig
+    remat: bool = False
 
     def setup(self):
         c = self.config
@@ -50,6 +54,10 @@ class DFlashDraftModel(nn.Module):
     ) -> Proposals:
         """See `heads.seam.Head.propose`."""
         return self.head.propose(hidden, logits, anchor, embed, pick)
+
+    def forced(self, hidden: at.Hidden, tokens: at.Tokens, embed: Embed) -> Correction | None:
+        """See `heads.seam.Head.forced`."""
+        return self.head.forced(hidden, tokens, embed)
 
     def extend(self, context: at.Context, cache: KVCache) -> KVCache:
         """Projects taps `[C * D, B, T]` to every layer's keys and values, at positions `[length, length + T)`.
@@ -169,11 +177,20 @@ class DFlashDraftModel(nn.Module):
             see: block_masks(anchors, S, Q, *see, c.window_rule, documents)
             for see in self._layouts()
         }
-        for layer, (ctx_k, ctx_v), see in zip(self.layers, rows, self._layouts()):
+
+        def through(layer, x, context, masks):
             q, k, v = layer.project(x, table, A)
-            attended = block_attention(q, k, v, ctx_k, ctx_v, *masks[see])
-            x = layer.finish(x, attended, A)
+            return layer.finish(x, block_attention(q, k, v, *context, *masks), A)
+
+        through = nn.remat(through) if self.remat else through
+        for layer, context_rows, see in zip(self.layers, rows, self._layouts()):
+            x = through(layer, x, context_rows, masks[see])
         return self.norm(x)
+
+
+def first_slot(config: DraftConfig) -> int:
+    """The block slot, 0 or 1, whose hidden state predicts the token behind the anchor."""
+    return 0 if config.sample_from_anchor else HEADS[type(config.head)](config).first_slot
 
 
 def ring_size(config: DraftConfig, write: int) -> int | None:

@@ -11,7 +11,16 @@ from jaxtyping import Array, Float
 from dflash_jax import array_typing as at
 from dflash_jax.config import DraftConfig, TransformerConfig
 from dflash_jax.config.heads import DFlash2
-from dflash_jax.models.heads.seam import DFlashDecoderLayer, Embed, Head, Matrix, Pick, column, walk
+from dflash_jax.models.heads.seam import (
+    Correction,
+    DFlashDecoderLayer,
+    Embed,
+    Head,
+    Matrix,
+    Pick,
+    column,
+    walk,
+)
 from dflash_jax.ops.product import product
 from dflash_jax.sampling import Proposals
 
@@ -95,11 +104,13 @@ class CandidateSelector(nn.Module):
     config: DraftConfig
 
     def setup(self):
-        c, rank = self.config, settings(self.config).selector_rank
-        init = nn.initializers.normal(0.02)
-        self.predecessor_codebook = self.param("predecessor_codebook", init, (c.vocab_size, rank))
-        self.successor_codebook = self.param("successor_codebook", init, (c.vocab_size, rank))
-        self.hidden_projection = Matrix((rank, c.hidden_size))
+        shape = self.config.vocab_size, settings(self.config).selector_rank
+        # A fresh selector leaves the order of the candidates alone, as NeMo Automodel's does.
+        self.predecessor_codebook = self.param(
+            "predecessor_codebook", nn.initializers.normal(0.02), shape
+        )
+        self.successor_codebook = self.param("successor_codebook", nn.initializers.zeros, shape)
+        self.hidden_projection = Matrix((shape[1], self.config.hidden_size))
 
 
 class DFlash2Head(Head):
@@ -128,3 +139,13 @@ class DFlash2Head(Head):
             return pick(column(unary, i) + fit[:, :, None], i + 1, column(ids, i)), carry
 
         return walk(step, None, anchor, logits.shape[2])
+
+    def forced(self, hidden: at.Hidden, tokens: at.Tokens, embed: Embed) -> Correction:
+        selector = self.candidate_selector
+        gate = product(selector.hidden_projection.weight, hidden)
+        before = selector.predecessor_codebook[tokens].transpose(2, 0, 1)
+        return Correction(selector.successor_codebook, gate * before.astype(jnp.float32))
+
+    @property
+    def candidates(self) -> int:
+        return settings(self.config).selector_top_k

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from dflash_jax import array_typing as at
 from dflash_jax.config import DraftConfig
 from dflash_jax.config.heads import Domino
-from dflash_jax.models.heads.seam import Embed, Head, Matrix, Pick, column, walk
+from dflash_jax.models.heads.seam import Correction, Embed, Head, Matrix, Pick, column, walk
 from dflash_jax.ops.product import product
 from dflash_jax.sampling import Proposals, join
 
@@ -75,14 +75,12 @@ class DominoHead(Head):
         self, hidden: at.Hidden, logits: at.Logits, anchor: at.Rows, embed: Embed, pick: Pick
     ) -> Proposals:
         h, P = settings(self.config), logits.shape[2]
-        weights = self.prefix_gru.weight_ih_l0, self.prefix_gru.weight_hh_l0
-        inner, outer = self.embed_proj()
-        of_hidden, of_state = inner[:, : self.config.hidden_size], inner[:, -h.gru_hidden_dim :]
+        weights, (of_hidden, of_state, outer) = self._weights()
         from_hidden = product(of_hidden, hidden)
 
         def step(state, previous, i):
             state = gru_step(*weights, state, embed(previous[:, None]))
-            y = column(from_hidden, i) + product(of_state, state.astype(inner.dtype))
+            y = column(from_hidden, i) + product(of_state, state.astype(of_state.dtype))
             correction = product(outer, nn.silu(y).astype(outer.dtype))
             return pick(column(logits, i) + correction, i + 1), state
 
@@ -95,3 +93,24 @@ class DominoHead(Head):
         for k in range(pure):
             state = gru_step(*weights, state, embed(chosen[:, k : k + 1]))
         return join([own, walk(step, state, chosen[:, pure], P, start=pure)])
+
+    def forced(self, hidden: at.Hidden, tokens: at.Tokens, embed: Embed) -> Correction:
+        h, (B, P) = settings(self.config), tokens.shape
+        weights, (of_hidden, of_state, outer) = self._weights()
+
+        def step(state, x):
+            state = gru_step(*weights, state, x[:, :, None])
+            return state, state[:, :, 0]
+
+        start = jnp.zeros((h.gru_hidden_dim, B, 1))
+        states = jax.lax.scan(step, start, jnp.moveaxis(embed(tokens), 2, 0))[1]
+        states = jnp.moveaxis(states, 0, 2).astype(of_state.dtype)
+        y = nn.silu(product(of_hidden, hidden) + product(of_state, states))
+        return Correction(outer, y * (jnp.arange(P) >= h.pure_draft_prefix_len)[None, None])
+
+    def _weights(self):
+        """The GRU's two matrices; the projection's first, for states and for the GRU's, and second."""
+        inner, outer = self.embed_proj()
+        D = self.config.hidden_size
+        gru = self.prefix_gru
+        return (gru.weight_ih_l0, gru.weight_hh_l0), (inner[:, :D], inner[:, D:], outer)

@@ -13,7 +13,7 @@ import flax.linen as nn
 from dflash_jax import array_typing as at
 from dflash_jax.config import DraftConfig
 from dflash_jax.config.heads import DSpark
-from dflash_jax.models.heads.seam import Embed, Head, Matrix, Pick, column, walk
+from dflash_jax.models.heads.seam import Correction, Embed, Head, Matrix, Pick, column, walk
 from dflash_jax.ops.product import product
 from dflash_jax.sampling import Proposals
 
@@ -54,3 +54,7 @@ class DSparkHead(Head):
             return pick(column(logits, i) + bigram, i + 1), carry
 
         return walk(step, None, anchor, logits.shape[2])
+
+    def forced(self, hidden: at.Hidden, tokens: at.Tokens, embed: Embed) -> Correction:
+        w1, w2 = self.markov_head.markov_w1.weight, self.markov_head.markov_w2.weight
+        return Correction(w2, w1[tokens].transpose(2, 0, 1))

@@ -4,7 +4,7 @@ And the draft's layer, which a head may replace by one of its own.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax
@@ -27,6 +27,18 @@ class Pick(Protocol):
     def __call__(
         self, logits: at.Logits, slot: int | Int[Array, ""], ids: Int[Array, "..."] | None = None
     ) -> Proposals: ...
+
+
+class Correction(NamedTuple):
+    """What a head adds to the logits, of low rank: `table @ columns`.
+
+    Attributes:
+        table: A row for each id that the draft can propose.
+        columns: Of each proposal, float32.
+    """
+
+    table: Float[Array, "V X"]
+    columns: Float[Array, "X B T"]
 
 
 class DFlashAttention(Attention):
@@ -82,6 +94,21 @@ class Head(nn.Module):
             pick: Called with logits `[X, B, T]`, the slot of the first, and the ids of the X.
         """
         return pick(logits, 1)
+
+    def forced(self, hidden: at.Hidden, tokens: at.Tokens, embed: Embed) -> Correction | None:
+        """What `propose` adds to the logits if every token before a proposal is the true one; for training.
+
+        Args:
+            hidden: `[D, B, P]`, as for `propose`; many blocks of a sequence lie on the B axis.
+            tokens: The true token before each proposal, `[B, P]`, the anchor's first.
+            embed: As for `propose`.
+        """
+        return None
+
+    @property
+    def candidates(self) -> int:
+        """How many of a slot's likeliest ids the correction chooses among; 0 is all."""
+        return 0
 
 
 class Matrix(nn.Module):

@@ -1,0 +1,166 @@
+"""Where arrays lie on a mesh: the table from a parameter's path to its PartitionSpec. Nothing else knows a mesh.
+
+A mesh has three axes: `data` and `fsdp` divide a batch, `fsdp` also what is trained, and `model` the
+matrices, the heads and the vocabulary. An axis of length 1 is one that is not used.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+AXES = ("data", "fsdp", "model")
+Tree = TypeVar("Tree")
+Axis = str | tuple[str, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Where the arrays of a tree lie.
+
+    Attributes:
+        table: Pairs of a pattern, searched for in an array's path (`layers_0/mlp/up_proj/weight`), and
+            the mesh axes of its leading dimensions. The first one found holds; without any, an array
+            is on every device.
+        largest: Mesh axis of a matrix's largest dimension that has none by the table.
+    """
+
+    table: tuple[tuple[str, tuple[Axis, ...]], ...]
+    largest: str | None = None
+
+
+# Weights are [out, in]. A product's own result is divided by its heads, features or ids, the next
+# one sums over them; a router is on every device, its experts are not.
+_TENSOR = (
+    (r"\bexperts/", ("model",)),
+    (r"\b(q|k|v|gate|up)_proj/(weight|bias)$", ("model",)),
+    (r"\b(o|down)_proj/weight$", (None, "model")),
+    (r"\b(embed_tokens|lm_head)/weight$", ("model",)),
+    (r"_codebook$", ("model",)),
+    (r"^fc/weight$|/fc/weight$", ("model",)),
+)
+TARGET = Rules(_TENSOR)
+# The optimizer's moments lie under the same paths. Norms, biases and counts are on every device.
+DRAFT = Rules(_TENSOR, largest="fsdp")
+BATCH = Rules((("", (("data", "fsdp"),)),))  # every array by its rows
+CACHE = Rules(((r"\b(k|v)/", (("data", "fsdp"), "model")), *BATCH.table))
+VOCABULARY = Rules((("", ("model",)),))  # a part of a head, by its ids
+EVERYWHERE = Rules(())
+
+
+def make_mesh(
+    lengths: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh of all devices, or of those given.
+
+    Args:
+        lengths: Devices along the axes; 1 where not given.
+
+    Raises:
+        ValueError: If an axis is unknown, or their product is not the number of devices.
+    """
+    shape = {axis: 1 for axis in AXES} | dict(lengths or {})
+    if len(shape) > len(AXES):
+        raise ValueError(f"mesh={shape} must have no other axes than {list(AXES)}")
+    devices = jax.devices() if devices is None else devices
+    if math.prod(shape.values()) != len(devices):
+        raise ValueError(
+            f"mesh={shape} is of {math.prod(shape.values())} devices, but there are {len(devices)}"
+        )
+    types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(shape.values()), AXES, types, devices=devices)
+
+
+def spec_of(
+    path: str, shape: Sequence[int], mesh: Mesh | AbstractMesh, rules: Rules
+) -> PartitionSpec:
+    """Where the array of this path and shape lies.
+
+    A dimension that its axes do not divide loses them, the last one first; at worst it is whole on
+    every device.
+    """
+    axes = next((axes for pattern, axes in rules.table if re.search(pattern, path)), ())
+    axes = [*axes, *[None] * len(shape)][: len(shape)]
+    found = [_dividing(axis, size, mesh) for axis, size in zip(axes, shape)]
+    if rules.largest is not None and len(shape) > 1:
+        free = [i for i, axis in enumerate(found) if axis is None and _dividing(rules.largest, shape[i], mesh)]  # fmt: skip
+        if free:
+            found[max(free, key=lambda i: shape[i])] = rules.largest
+    while found and found[-1] is None:  # JAX's own form, so that a step's output is its next input
+        found.pop()
+    return PartitionSpec(*found)
+
+
+def _dividing(axis: Axis, size: int, mesh: Mesh | AbstractMesh) -> Axis:
+    names = (axis,) if isinstance(axis, str) else axis or ()
+    while names and size % math.prod(mesh.shape[name] for name in names):
+        names = names[:-1]
+    return (names[0] if len(names) == 1 else names) or None
+
+
+def placement(
+    mesh: Mesh | AbstractMesh, rules: Rules
+) -> Callable[[str, tuple[int, ...]], NamedSharding]:
+    """The sharding of each array by its path and shape, as `checkpoint.orbax.load` takes it."""
+    return lambda path, shape: NamedSharding(mesh, spec_of(path, shape, mesh, rules))
+
+
+def shardings(tree: Tree, mesh: Mesh | AbstractMesh, rules: Rules) -> Tree:
+    """The tree's shardings, a leaf each."""
+    place = placement(mesh, rules)
+    return jax.tree.map_with_path(lambda path, x: place(_name(path), x.shape), tree)
+
+
+def shard(tree: Tree, mesh: Mesh, rules: Rules) -> Tree:
+    """The tree on the mesh.
+
+    Args:
+        tree: Of arrays that every process has whole, or that are on the mesh already.
+    """
+
+    def put(x: Any, sharding: NamedSharding) -> jax.Array:
+        if sharding.is_fully_addressable or not _is_here(x):
+            return jax.device_put(x, sharding)
+        whole = np.asarray(x)  # each process puts its own part, without asking the others
+        return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+    return jax.tree.map(put, tree, shardings(tree, mesh, rules))
+
+
+def place(tree: Tree, rules: Rules) -> Tree:
+    """`shard` on the mesh of `jax.set_mesh`; without one, the tree as it is."""
+    mesh = jax.sharding.get_mesh()
+    return tree if mesh.empty else shard(tree, mesh, rules)
+
+
+def gathered(tree: Tree) -> Tree:
+    """The tree with the arrays that lie on other processes too gathered into numpy ones; all must call it."""
+    return jax.tree.map(lambda x: x if _is_here(x) else _gathered(x), tree)
+
+
+def constrain(tree: Tree, rules: Rules) -> Tree:
+    """`shard` inside jit, on the mesh of `jax.set_mesh`; without one, the tree as it is."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh, rules))
+
+
+def _is_here(x: Any) -> bool:
+    return getattr(x, "is_fully_addressable", True)
+
+
+def _gathered(x: jax.Array) -> np.ndarray:
+    sharding = x.sharding
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(f"{sharding=} is not of a mesh")
+    return np.asarray(jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec())))
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -1,0 +1,84 @@
+"""Training runs on the tiny target: their recipe, their setup, and what they leave behind."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+from fakes import prompts_of
+from jax.sharding import Mesh
+from training import TAPS, answers, tiny_target
+
+from dflash_jax import sharding
+from dflash_jax.models.draft import DFlashDraftModel
+from dflash_jax.sharding import make_mesh, shard
+from train import draft
+from train.config import TrainConfig
+from train.data import frequent_ids
+from train.draft import draft_config
+from train.optimizer import make_optimizer
+from train.setup import Setup
+from train.store import load_examples, write_shard
+
+TARGET = tiny_target()
+LAST = TARGET.config.num_hidden_layers - 1
+PROMPTS = prompts_of(3, 9, 6, 12, seed=8)
+
+
+def write_store(folder: Path) -> Path:
+    """A folder of two shards: four answers of the tiny target."""
+    examples = answers(TARGET, PROMPTS, 20, (*TAPS, LAST))
+    examples = [e for e in examples if len(e.tokens) - e.prompt_length > 3]
+    assert len(examples) >= 3
+    write_shard(folder, 0, examples[:2], (*TAPS, LAST))
+    write_shard(folder, 1, examples[2:], (*TAPS, LAST))
+    return folder
+
+
+def recipe(run, **options) -> TrainConfig:
+    defaults = dict(
+        target_layer_ids=TAPS, num_hidden_layers=1, block_size=4, mask_token_id=63, batch_size=2, anchors=6,
+        sequence_size=32, response_size=16, frequent=8, candidates=64, chunk=20, steps=6, warmup=2, learning_rate=3e-3,
+        evaluate_every=3, save_every=2, decode_every=0, max_new_tokens=20,
+    )  # fmt: skip
+    return TrainConfig(run=str(run), **(defaults | options))
+
+
+def set_up(store, run, **options) -> Setup:
+    """A setup as a new process would make it: nothing is shared with another."""
+    return set_up_recipe(store, recipe(run, **options), make_mesh(devices=jax.devices()[:1]))
+
+
+def set_up_recipe(store, config: TrainConfig, mesh: Mesh) -> Setup:
+    Path(config.run).mkdir(parents=True, exist_ok=True)
+    target = tiny_target()
+    target = dataclasses.replace(target, params=shard(target.params, mesh, sharding.TARGET))
+    taps = (*TAPS, LAST) if config.objective.needs_teacher else TAPS
+    examples = load_examples(store, taps)
+    held_out = {"held_out": load_examples(store, TAPS)[:2]}
+    module = DFlashDraftModel(draft_config(target, config), config.remat)
+    frequent = frequent_ids(examples, config.frequent)
+    return Setup(config, target, module, make_optimizer(config), examples, held_out, frequent, mesh)
+
+
+def begin(setup: Setup):
+    return draft.first_state(
+        setup.config, setup.target, setup.module.config, setup.optimizer, setup.examples
+    )
+
+
+def checkpoint(setup: Setup, step: int):
+    from orbax.checkpoint import v1 as ocp
+
+    with ocp.training.Checkpointer((Path(setup.config.run) / "checkpoints").absolute()) as c:
+        return c.load(step, begin(setup))
+
+
+def records(run, file: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (Path(run) / file).read_text().splitlines()]
+
+
+def timeless(rows: list[dict]) -> list[dict]:
+    """Records without what the clock says."""
+    clock = ("time", "labels_per_second", "tokens_per_second")
+    return [{k: v for k, v in r.items() if k not in clock} for r in rows]
