@@ -103,19 +103,18 @@ def corrections():
 
 
 def dense_selector(logits, table, columns, labels, replace):
-    """Loss of each row among its K likeliest ids, one row at a time; whether its label is one; its choice."""
-    losses, listed, chosen = [], [], []
-    for r in range(R):
-        ids = np.argsort(-np.asarray(logits[:, r]), kind="stable")[:K]
-        scores = logits[ids, r] + table[ids] @ columns[:, r]
-        chosen.append(int(ids[jnp.argmax(scores)]))
-        listed.append(int(labels[r]) in ids)
-        if not listed[-1] and replace:
-            ids = np.array([*ids[:-1], labels[r]])
-            scores = logits[ids, r] + table[ids] @ columns[:, r]
-        index = list(ids).index(int(labels[r])) if listed[-1] or replace else 0
-        losses.append(-jax.nn.log_softmax(scores)[index])
-    return jnp.stack(losses), jnp.array(listed), jnp.array(chosen)
+    """By a mask over all ids: losses among the K likeliest, whether the label is one, and the choice.
+
+    A label that is none takes the last one's place; without `replace`, its loss is not used.
+    """
+    rank = jnp.argsort(jnp.argsort(-jax.lax.stop_gradient(logits), axis=0), axis=0)
+    scores = logits + table @ columns
+    is_label = jnp.arange(V)[:, None] == labels[None]
+    listed = (is_label & (rank < K)).any(axis=0)
+    chosen = jnp.argmax(jnp.where(rank < K, scores, -jnp.inf), axis=0)
+    among = jnp.where(listed[None], rank < K, (rank < K - 1) | is_label)
+    losses = jax.nn.logsumexp(scores, axis=0, where=among) - scores[labels, jnp.arange(R)]
+    return losses, listed, chosen
 
 
 @pytest.mark.parametrize("missing", ["skip", pytest.param("replace", marks=pytest.mark.slow)])
