@@ -1,5 +1,6 @@
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,6 +103,20 @@ def test_blocks_attend_like_single_blocks_with_an_explicit_mask(anchors):
     np.testing.assert_allclose(out, naive(q, k, v, mask), rtol=1e-5, atol=1e-5)
     explicit = jax.jit(ops.attention)(q, k, v, jnp.asarray(mask))
     np.testing.assert_allclose(out, explicit, rtol=1e-5, atol=1e-5)
+
+    towards = draw(11, N * H, B, blocks * size)
+
+    def by_blocks(q, own, context):
+        return (ops.block_attention(q, *own, *context, *masks) * towards).sum()
+
+    def by_mask(q, own, context):
+        k, v = (jnp.concatenate(pair, axis=2) for pair in zip(context, own))
+        return (ops.attention(q, k, v, jnp.asarray(mask)) * towards).sum()
+
+    grads, expected = (
+        jax.jit(jax.grad(f, argnums=(0, 1, 2)))(q, own, context) for f in (by_blocks, by_mask)
+    )
+    chex.assert_trees_all_close(grads, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_block_reads_its_context_strictly_before_the_anchor_and_its_own_block():

@@ -87,7 +87,9 @@ def test_imports_go_one_way(path):
 def test_outside_packages_are_imported_where_they_belong(path):
     name = name_of(path)
     for module, at_import in imports(path):
-        assert not under(module, "torch"), f"{name} imports torch"
+        # Benchmarks measure what the PyTorch packages do too, where those are installed.
+        if not (name.startswith("benchmarks/") and not at_import):
+            assert not under(module, "torch"), f"{name} imports torch"
         if under(module, "flax.linen"):
             assert name.startswith("dflash_jax/models/"), f"{name} imports flax.linen"
         if name.startswith("dflash_jax/"):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.sampling import argmax
 from train.heads import Readout, selector_loss
 
 # Losses: (draft logits [V c], labels [c], target logits [V c]) -> loss of each column [c].
@@ -29,7 +30,7 @@ def target_cross_entropy(
 
     Source: speculators 0.9.0 `losses/eager.py`, as of the losses below.
     """
-    return cross_entropy(logits, jnp.argmax(teacher, axis=0))
+    return cross_entropy(logits, likeliest(teacher))
 
 
 def kl_divergence(
@@ -273,11 +274,13 @@ def vocabulary_loss(
     sequences: int = 1,
     read: Readout = PLAIN,
     base_share: Float[Array, ""] | None = None,
+    learns: bool = True,
 ) -> Rows:
     """Losses of R rows without ever holding R columns of logits.
 
-    Rows go through the head `chunk` at a time; the backward pass computes each chunk's logits again
-    instead of keeping them.
+    Rows go through the head `chunk` at a time. Where nothing but the hidden states learns, a chunk's
+    gradient by them is taken while its logits are there: a row's loss depends on its own state alone, so
+    the backward pass only scales it. Else the backward pass computes each chunk's logits again.
 
     Args:
         objective: Its mixture and temperature.
@@ -288,6 +291,7 @@ def vocabulary_loss(
         chunk: Rows at a time; R need not be a multiple.
         read: What else lies between states and logits.
         base_share: Of a loss without the draft head's correction in that with it; None is 0.
+        learns: Whether gradients by `head` are asked for.
         sequences: Whose rows follow one another, the same number each. A chunk has rows of all of them, at
             least one, so that where devices hold sequences they all take part in each.
 
@@ -306,10 +310,10 @@ def vocabulary_loss(
         return x.reshape(*x.shape[:-2], -1)
 
     def join(x):
-        x = jnp.moveaxis(x.reshape(-1, sequences, size), 0, 1)
-        return x.reshape(sequences, -1)[:, :each].reshape(-1)
+        x = jnp.moveaxis(x.reshape(*x.shape[:-1], sequences, size), 0, -2)
+        x = x.reshape(*x.shape[:-2], -1)[..., :each]
+        return x.reshape(*x.shape[:-2], -1)
 
-    @jax.checkpoint
     def one(rows):
         h, columns, label, t = rows
         logits = read.logits(head, h)
@@ -321,10 +325,43 @@ def vocabulary_loss(
         if base_share is not None:
             base, _ = _mixed(objective, logits, label, target)
             loss = (1 - base_share) * loss + base_share * base
-        return Rows(loss, confidence, jnp.argmax(final, axis=0) == label)
+        return Rows(loss, confidence, likeliest(final) == label)
+
+    def with_gradient(rows):
+        h, *others = rows
+
+        def loss_of(h):
+            out = one((h, *others))
+            return out.loss, out
+
+        _, pull, out = jax.vjp(loss_of, h, has_aux=True)
+        return out, pull(jnp.ones_like(out.loss))[0]
 
     rows = jax.tree.map(split, (hidden, read.columns, labels, teacher))
-    return jax.tree.map(join, jax.lax.map(one, rows))
+    if learns or read.columns is not None:
+        return jax.tree.map(join, jax.lax.map(jax.checkpoint(one), rows))
+    rows = jax.lax.map(with_gradient, jax.lax.stop_gradient(rows))
+    out, gradient = jax.tree.map(join, rows)
+    return out._replace(loss=_given_gradient(hidden, out.loss, gradient))
+
+
+@jax.custom_vjp
+def _given_gradient(
+    hidden: Float[Array, "D R"], loss: Float[Array, " R"], gradient: Float[Array, "D R"]
+) -> Float[Array, " R"]:
+    """`loss`, each of which depends on its own column of `hidden` by its column of `gradient`."""
+    return loss
+
+
+_given_gradient.defvjp(
+    lambda hidden, loss, gradient: (loss, gradient),
+    lambda gradient, g: (gradient * g[None], None, None),
+)
+
+
+def likeliest(logits: Float[Array, "V c"]) -> Int[Array, " c"]:
+    """The argmax of each column; see `sampling.argmax`."""
+    return argmax(logits[:, None])[0]
 
 
 def _selected(
@@ -338,7 +375,7 @@ def _selected(
     """Of a chunk of DFlash 2: the mixture's loss of the logits, and the selector's of the mixture's token."""
     loss, confidence = _mixed(objective, logits, labels, target)
     of_target = not objective.needs_labels and target is not None
-    token = jnp.argmax(target, axis=0) if of_target else labels
+    token = likeliest(target) if of_target else labels
     replace = objective.selector_missing == "replace"
     selector, listed, chosen = selector_loss(read, logits, columns, token, replace)
     return Rows(loss, confidence, chosen == labels, selector, listed)

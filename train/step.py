@@ -160,6 +160,7 @@ def block_rows(
     rows = vocabulary_loss(
         objective, hidden.reshape(len(hidden), -1), draft_head, blocks.labels[:, :, skip:].reshape(-1),
         _teacher_rows(blocks), chunk=chunk, sequences=B, read=read.replace(of_target=of_target), base_share=base_share,
+        learns=module.config.own_head,
     )  # fmt: skip
     if blocks.inside is not None:
         rows = rows._replace(correct=rows.correct & blocks.inside[:, :, skip:].reshape(-1))
