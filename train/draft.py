@@ -122,10 +122,11 @@ def first_state(
         )
         params = warm_start(params, target.params, draft, scale, taps, ids)
         d2t = None if ids is None else jnp.asarray(offsets(ids))
-    params = place(params, DRAFT)
+    rules = DRAFT.of(draft)
+    params = place(params, rules)
     moments = optimizer.init(params)
     state = TrainState(jnp.zeros((), jnp.int32), params, moments, jnp.asarray(scale), d2t)
-    return place(state, DRAFT)
+    return place(state, rules)
 
 
 def export(draft: DraftConfig, state: TrainState, folder: Path) -> None:
