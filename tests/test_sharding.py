@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from dflash_jax import sharding
 from dflash_jax.cache import KVCache
-from dflash_jax.checkpoint import hf, keys, orbax
+from dflash_jax.checkpoint import keys, orbax
 from dflash_jax.pair import load_target
 from dflash_jax.sharding import BATCH, CACHE, DRAFT, EVERYWHERE, TARGET, make_mesh, spec_of
 from train.optimizer import make_optimizer
