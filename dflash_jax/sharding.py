@@ -57,7 +57,8 @@ TARGET = Rules(_TENSOR)
 # The optimizer's moments lie under the same paths. Norms, biases and counts are on every device.
 DRAFT = Rules(_TENSOR, largest="fsdp")
 BATCH = Rules((("", (("data", "fsdp"),)),))  # every array by its rows
-CACHE = Rules(((r"\b(k|v)/", (("data", "fsdp"), "model")), *BATCH.table))
+# Keys and values by rows and heads; the rest of a decoder's state is small, and read by every process.
+CACHE = Rules(((r"\b(k|v)/", (("data", "fsdp"), "model")),))
 VOCABULARY = Rules((("", ("model",)),))  # a part of a head, by its ids
 EVERYWHERE = Rules(())
 
