@@ -2,7 +2,7 @@
 
 python tests/meshes.py steps OUT
 python tests/meshes.py run STORE RECIPE.toml [key=value ...]
-python tests/meshes.py generate OUT
+python tests/meshes.py decode OUT
 """
 
 import dataclasses
@@ -80,6 +80,26 @@ def steps(mesh) -> dict:
             metrics.append({name: float(value) for name, value in values.items()})
     norms = [float(np.linalg.norm(np.asarray(x))) for x in jax.tree.leaves(state.params)]
     return {"metrics": metrics, "norms": norms, "program": step.as_text()}
+
+
+def decode(mesh) -> dict:
+    """Texts of eight prompts, greedy and sampled, and the axes of the keys behind them."""
+    from fakes import prompts_of, random_draft, random_target
+
+    from dflash_jax import Sampling, generate
+    from dflash_jax.sharding import TARGET, shard
+
+    target, draft = (
+        dataclasses.replace(x, params=shard(x.params, mesh, TARGET.of(x.config)))
+        for x in (random_target(), random_draft())
+    )
+    prompts = prompts_of(5, 17, 3, 9, 21, 4, 8, 30)
+    with jax.set_mesh(mesh):
+        out = generate(
+            target, draft, prompts, max_new_tokens=24, key=jax.random.key(3), keep_state=True,
+            sampling=[Sampling(temperature=t, top_k=20) for t in (0.0, 0.8) * 4],
+        )  # fmt: skip
+        return {"tokens": out.tokens, "cache": list(out.state.target.k[0].sharding.spec)}
 
 
 def run(store: str, recipe: str, *overrides: str) -> None:

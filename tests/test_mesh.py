@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from meshes import AXES, CANDIDATES, VOCABULARY, steps
+from meshes import AXES, CANDIDATES, VOCABULARY, decode, steps
 from runs import LAST, recipe, records, set_up_recipe
 from training import TAPS, tiny_answers
 
@@ -95,6 +95,14 @@ def test_a_step_has_the_collectives_that_it_needs(on_eight):
     assert count["all-gather"] <= 11
     assert count["all-reduce"] <= 12
     assert count["collective-permute"] <= 2
+
+
+@pytest.mark.slow
+def test_texts_decoded_on_eight_devices_are_those_of_one(tmp_path):
+    finish(process("decode", tmp_path / "out.json", devices=8))
+    eight = json.loads((tmp_path / "out.json").read_text())
+    assert eight["tokens"] == decode(make_mesh(devices=jax.devices()[:1]))["tokens"]
+    assert eight["cache"] == [["data", "fsdp"], "model"]
 
 
 # Runs.
