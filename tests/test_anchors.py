@@ -107,3 +107,14 @@ def test_first_slots_leave_a_label_and_fall_off_with_the_base():
     share = np.bincount(first.reshape(-1), minlength=6) / first.size
     np.testing.assert_allclose(share, [0, 0, 8 / 15, 4 / 15, 2 / 15, 1 / 15], atol=0.03)
     assert sample_first_slots(jax.random.key(0), (2, 3), 2, 0.9).tolist() == [[1] * 3] * 2
+
+
+def test_a_slot_that_predicts_from_the_anchor_has_the_next_token_for_label():
+    tokens, documents = jnp.arange(8)[None], jnp.array([[0, 0, 0, 0, 0, 1, 1, 1]])
+    supervised, anchors = jnp.ones((1, 8), bool).at[0, 4].set(False), jnp.array([[1, 6]])
+    args = tokens, supervised, anchors, jnp.ones((1, 2), bool), 3
+    labels, counts = block_labels(*args, documents, first_slot=0)
+    assert labels.tolist() == [[[2, 3, 4], [7, 7, 7]]]
+    assert counts.astype(int).tolist() == [[[1, 1, 0], [1, 0, 0]]]
+    one_later, _ = block_labels(*args, documents)
+    assert one_later.tolist() == [[[1, 2, 3], [6, 7, 7]]]

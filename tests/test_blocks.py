@@ -1,5 +1,6 @@
 """The training forward: against NeMo's numbers, block by block, and against the decoder."""
 
+import dataclasses
 import functools
 import json
 
@@ -9,17 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from training import taps_of, tiny_target
 
 from dflash_jax.adapters import bind
 from dflash_jax.cache import KVCache
 from dflash_jax.decode import decode, prefill
-from dflash_jax.models.draft import DFlashDraftModel
+from dflash_jax.models.draft import DFlashDraftModel, first_slot
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.pair import load_draft, load_target
 from dflash_jax.states import new_draft_cache, new_state
 from train.anchors import sample_anchors
+from train.evaluate import block_correct
 from train.losses import Objective, acceptance_length
-from train.step import block_hidden, block_loss, make_blocks
+from train.step import block_hidden, block_loss, in_vocabulary, make_blocks, target_rows
 
 CONFIG = fakes.DRAFT
 MODULE = DFlashDraftModel(CONFIG)
@@ -203,30 +206,69 @@ def first_round(target, draft, prompt) -> int:
 
 
 @pytest.mark.slow
-def test_teacher_forced_acceptance_at_an_anchor_is_the_generators_first_round(golden, golden_pair):
-    target, draft = golden_pair
+@pytest.mark.parametrize(
+    "name", ["dflash_full", "dflash_softcap", "domino", "dflash2", "speculators_reduced_vocab"]
+)
+def test_teacher_forced_acceptance_at_an_anchor_is_the_generators_first_round(golden, name):
+    source = json.loads((golden / "drafts" / name / "case.json").read_text())["target"]
+    target = load_target(golden / source, dtype=jnp.float32)
+    draft = load_draft(golden / "drafts" / name, target, dtype=jnp.float32)
     c, t, Q = draft.config, target.config, draft.config.block_size
-    expected = load_file(golden / "targets/qwen3_gqa/expected.safetensors")
+    expected = load_file(golden / source / "expected.safetensors")
     prompt = expected["p0_prompt"].tolist()
     tokens = prompt + expected["p0_greedy"].tolist()
-    S = len(tokens)
-    anchors = jnp.array([[*range(len(prompt), S - Q, 3), S - Q]], jnp.int32)
+    S, skip = len(tokens), first_slot(c)
+    anchors = jnp.array([[*range(len(prompt), S - Q - 1, 3), S - Q - 1]], jnp.int32)
     cache = KVCache.zeros(t.num_hidden_layers, 1, t.num_key_value_heads, S, t.head_dim, jnp.float32)
     forward = jax.jit(Transformer(t, c.target_layer_ids).apply)
     _, context, _ = forward({"params": target.params}, jnp.array([tokens]), cache)
     supervised = (jnp.arange(S) >= len(prompt))[None]
     blocks = make_blocks(
-        jnp.array([tokens]), context.transpose(1, 2, 0), supervised, anchors, jnp.ones(anchors.shape, bool), Q
+        jnp.array([tokens]), context.transpose(1, 2, 0), supervised, anchors, jnp.ones(anchors.shape, bool), Q,
+        first_slot=skip,
     )  # fmt: skip
-    embedding, head = (target.params[k]["weight"] for k in ("embed_tokens", "lm_head"))
-    hidden = hidden_of(DFlashDraftModel(c), draft.params, embedding, jnp.ones(len(context)), blocks)  # fmt: skip
-    correct = jnp.argmax(head @ hidden[:, 0], axis=0).reshape(blocks.labels.shape) == blocks.labels
+    d2t, embedding = draft.params.get("d2t"), target.params["embed_tokens"]["weight"]
+    head = embedding if t.tie_word_embeddings else target.params["lm_head"]["weight"]
+    blocks = in_vocabulary(blocks, d2t)
+    correct = block_correct(
+        DFlashDraftModel(c), draft.params, embedding, target_rows(head, None, d2t), jnp.ones(len(context)), blocks,
+        chunk=64,
+    )[:, :, : c.max_proposals + skip]  # fmt: skip
+    counts = blocks.counts[:, :, : c.max_proposals + skip]
     lengths = [
-        int(acceptance_length(correct[:, i : i + 1], blocks.counts[:, i : i + 1], blocks.real[:, i : i + 1])[0])
+        int(acceptance_length(correct[:, i : i + 1], counts[:, i : i + 1], blocks.real[:, i : i + 1], skip)[0])
         for i in range(anchors.shape[1])
     ]  # fmt: skip
     assert lengths == [first_round(target, draft, tokens[:a]) for a in anchors[0].tolist()]
     assert len(set(lengths)) > 1, "every anchor accepts the same number: the test shows nothing"
+
+
+def test_the_targets_probabilities_come_back_from_its_stored_states():
+    """The tap on its last layer is behind the final norm, as a loss of its logits needs it."""
+    target, tokens = tiny_target(), np.arange(3, 23, dtype=np.int32)
+    states = taps_of(target, tokens, (target.config.num_hidden_layers - 1,))
+    head = target.params["lm_head"]["weight"]
+    stored = jax.nn.log_softmax(head @ states.T, axis=0)
+    t = target.config
+    cache = KVCache.zeros(
+        t.num_hidden_layers, 1, t.num_key_value_heads, 32, t.head_dim, jnp.float32
+    )
+    model, params = Transformer(t), {"params": target.params}
+    hidden, _, _ = jax.jit(model.apply)(params, tokens[None], cache)
+    own = jax.nn.log_softmax(model.apply(params, hidden, method="logits")[:, 0], axis=0)
+    assert float((jnp.exp(own) * (own - stored)).sum(axis=0).max()) < 1e-5
+    assert float((jnp.exp(own) * (own - jnp.roll(stored, 1, axis=1))).sum(axis=0).max()) > 0.1
+
+
+def test_a_causal_draft_trains_without_the_slots_behind():
+    config = dataclasses.replace(CONFIG, num_hidden_layers=1, layer_types=(), is_causal=True)
+    params = fakes.random_params(config, 1)
+    run = jax.jit(functools.partial(DFlashDraftModel(config).apply, {"params": params}, method="blocks"))  # fmt: skip
+    x, context = normal(0, CONFIG.hidden_size, 1, 8), normal(1, WIDTH, 1, 12)
+    plain = run(x, context, jnp.array([[4, 6]]))
+    other = run(x.at[:, 0, 2].add(1.0), context, jnp.array([[4, 6]]))
+    seen = jnp.abs(plain - other).max(axis=(0, 1)) > 1e-6
+    assert seen.tolist() == [False, False, True, True] + [False] * 4
 
 
 def test_rows_without_anchors_or_shorter_than_a_block_give_no_nan():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from train.heads import Readout
 from train.losses import (
     LOSSES,
     Objective,
@@ -93,6 +94,92 @@ def test_the_chunked_loss_and_its_gradients_are_the_dense_ones():
             np.testing.assert_allclose(gradient, expected[1], rtol=1e-5, atol=1e-6, err_msg=str(shares))  # fmt: skip
 
 
+X, K = 5, 4
+
+
+def corrections():
+    rng = np.random.default_rng(9)
+    return (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((V, X), (X, R)))
+
+
+def dense_selector(logits, table, columns, labels, replace):
+    """By a mask over all ids: losses among the K likeliest, whether the label is one, and the choice.
+
+    A label that is none takes the last one's place; without `replace`, its loss is not used.
+    """
+    rank = jnp.argsort(jnp.argsort(-jax.lax.stop_gradient(logits), axis=0), axis=0)
+    scores = logits + table @ columns
+    is_label = jnp.arange(V)[:, None] == labels[None]
+    listed = (is_label & (rank < K)).any(axis=0)
+    chosen = jnp.argmax(jnp.where(rank < K, scores, -jnp.inf), axis=0)
+    among = jnp.where(listed[None], rank < K, (rank < K - 1) | is_label)
+    losses = jax.nn.logsumexp(scores, axis=0, where=among) - scores[labels, jnp.arange(R)]
+    return losses, listed, chosen
+
+
+@pytest.mark.parametrize("missing", ["skip", pytest.param("replace", marks=pytest.mark.slow)])
+def test_the_chunked_selectors_loss_and_gradients_are_the_dense_ones(missing):
+    hidden, head, labels, counts, _ = case()
+    labels = jnp.where(jnp.arange(R) % 2 == 0, jnp.argsort(-(head @ hidden), axis=0)[1], labels).astype(jnp.int32)  # fmt: skip
+    table, columns = corrections()
+    objective = Objective(weights="none", selector_weight=0.7, selector_missing=missing)
+    ones = jnp.ones(counts.shape[:2], jnp.int32)
+    w = counts.reshape(-1)
+
+    def ours(hidden, table, columns):
+        read = Readout(table=table, columns=columns, candidates=K)
+        rows = vocabulary_loss(objective, hidden, head, labels, chunk=7, read=read)
+        return weighted(objective, rows, ones, counts)[0], rows
+
+    def theirs(hidden, table, columns):
+        logits = head @ hidden
+        base = (w * dense(SHARES[0], hidden, head, labels, hidden)).sum() / w.sum()
+        losses, listed, chosen = dense_selector(
+            logits, table, columns, labels, missing == "replace"
+        )
+        learns = w if missing == "replace" else w & listed
+        return base + 0.7 * (learns * losses).sum() / learns.sum(), (listed, chosen)
+
+    args = hidden, table, columns
+    (value, rows), gradients = jax.jit(jax.value_and_grad(ours, (0, 1, 2), has_aux=True))(*args)
+    (expected, (listed, chosen)), expected_gradients = jax.value_and_grad(theirs, (0, 1, 2), has_aux=True)(*args)  # fmt: skip
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert rows.listed.tolist() == listed.tolist()
+    assert 0 < listed.sum() < R
+    assert rows.correct.tolist() == (chosen == labels).tolist()
+    for a, b in zip(gradients, expected_gradients):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_chunked_loss_with_a_correction_is_the_dense_one():
+    """Domino's, whose loss without it has a share; scaled and capped before it comes in."""
+    hidden, head, labels, counts, teacher = case()
+    table, columns = corrections()
+    objective = Objective(mixture=(("cross_entropy", 0.4), ("kl_divergence", 0.6)), weights="none")
+    w, label = counts.reshape(-1), jnp.arange(R)
+
+    def ours(hidden, table, columns):
+        read = Readout(of_target=2 * head, table=table, columns=columns, multiplier=0.5, cap=2.0)
+        rows = vocabulary_loss(objective, hidden, head, labels, teacher, chunk=7, read=read, base_share=0.3)  # fmt: skip
+        return weighted(objective, rows, jnp.ones(counts.shape[:2], jnp.int32), counts)[0]
+
+    def theirs(hidden, table, columns):
+        base = 2 * jnp.tanh(0.5 * (head @ hidden) / 2)
+        log_q = jax.nn.log_softmax(2 * head @ teacher, axis=0)
+
+        def loss(logits):
+            log_p = jax.nn.log_softmax(logits, axis=0)
+            return -0.4 * log_p[labels, label] + 0.6 * (jnp.exp(log_q) * (log_q - log_p)).sum(axis=0)  # fmt: skip
+
+        return (w * (0.7 * loss(base + table @ columns) + 0.3 * loss(base))).sum() / w.sum()
+
+    value, gradients = jax.jit(jax.value_and_grad(ours, (0, 1, 2)))(hidden, table, columns)
+    expected, expected_gradients = jax.value_and_grad(theirs, (0, 1, 2))(hidden, table, columns)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for a, b in zip(gradients, expected_gradients):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_dpaces_weights_reach_over_chunks_and_are_constants_of_the_gradient():
     hidden, head, labels, counts, teacher = case()
     objective = Objective(weights="dpace", normalize="sequences")
@@ -116,6 +203,31 @@ def test_the_totals_count_weights_and_correct_rows():
     assert float(totals.weight) == counts.sum()
     assert totals.correct.tolist() == (np.arange(R) % 3 == 0).tolist()
     np.testing.assert_allclose(totals.numerators, [loss * totals.weight], rtol=1e-6)
+
+
+@pytest.mark.parametrize("candidates", [0, 16])
+def test_the_compiled_loss_of_a_head_needs_a_quarter_of_the_dense_logits_at_most(candidates):
+    vocab, width, rank, rows = 4096, 16, 8, 1024
+    shapes = [(width, rows), (vocab, width), (vocab, rank), (rank, rows)]
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+
+    def loss(hidden, head, table, columns):
+        read = Readout(table=table, columns=columns, candidates=candidates)
+        out = vocabulary_loss(
+            Objective(),
+            hidden,
+            head,
+            jnp.zeros(rows, jnp.int32),
+            chunk=8,
+            read=read,
+            base_share=0.5,
+        )
+        return out.loss.sum() + (0 if out.selector is None else out.selector.sum())
+
+    compiled = jax.jit(jax.value_and_grad(loss, (0, 2, 3))).lower(*args).compile()
+    assert (
+        compiled.memory_analysis().temp_size_in_bytes <= rows * vocab
+    )  # a quarter of 4 bytes each
 
 
 def test_the_compiled_loss_needs_a_quarter_of_the_dense_logits_at_most():
@@ -146,7 +258,7 @@ def test_a_loss_of_the_targets_logits_needs_the_targets_states():
 
 
 def test_an_objective_of_unknown_names_or_without_a_token_is_an_error():
-    for options in ({"mixture": (("l2", 1.0),)}, {"mixture": ()}, {"weights": "x"}, {"normalize": "x"}):  # fmt: skip
+    for options in ({"mixture": (("l2", 1.0),)}, {"mixture": ()}, {"weights": "x"}, {"normalize": "x"}, {"selector_missing": "x"}):  # fmt: skip
         with pytest.raises(ValueError, match=f"{next(iter(options))}=.* must be of"):
             Objective(**options)
     kl = (("kl_divergence", 1.0),)
@@ -217,6 +329,16 @@ def test_the_decay_starts_behind_each_blocks_prefix():
     np.testing.assert_allclose(
         totals.numerators[0], 1 + 2 * np.exp(-1) + 3 * np.exp(-2) + 7, rtol=1e-6
     )
+
+
+def test_the_decay_starts_at_slot_0_where_it_predicts_too():
+    counts = jnp.ones((1, 1, 3), bool)
+    _, totals = weighted(Objective(gamma=2.0), rows_of([1.0, 2, 4]), jnp.zeros((1, 1), jnp.int32), counts)  # fmt: skip
+    w = np.exp(-np.arange(3) / 2)
+    np.testing.assert_allclose(totals.weight, w.sum(), rtol=1e-6)
+    np.testing.assert_allclose(totals.numerators[0], w @ [1, 2, 4], rtol=1e-6)
+    length, _ = acceptance_length(counts.at[0, 0, 1].set(False), counts, jnp.array([[True]]), 0)
+    assert float(length) == 2
 
 
 def test_dpace_weights_are_the_gradient_of_the_expected_accepted_length():

@@ -316,15 +316,28 @@ def vocabulary_loss(
         target = None if t is None else read.target_logits(head, t)
         if read.candidates:
             return _selected(objective, read, logits, columns, label, target)
-        final = logits if columns is None else read.corrected(logits, columns)
-        loss, confidence = _mixed(objective, final, label, target)
-        if base_share is not None:
-            base, _ = _mixed(objective, logits, label, target)
-            loss = (1 - base_share) * loss + base_share * base
-        return Rows(loss, confidence, jnp.argmax(final, axis=0) == label)
+        return _corrected(objective, read, logits, columns, label, target, base_share)
 
     rows = jax.tree.map(split, (hidden, read.columns, labels, teacher))
     return jax.tree.map(join, jax.lax.map(one, rows))
+
+
+def _corrected(
+    objective: Objective,
+    read: Readout,
+    logits: Float[Array, "V c"],
+    columns: Float[Array, "X c"] | None,
+    labels: Int[Array, " c"],
+    target: Float[Array, "V c"] | None,
+    base_share: Float[Array, ""] | float | None,
+) -> Rows:
+    """Of a chunk: the mixture's loss of the corrected logits, and its share of the logits before."""
+    final = logits if columns is None else read.corrected(logits, columns)
+    loss, confidence = _mixed(objective, final, labels, target)
+    if base_share is not None:
+        base, _ = _mixed(objective, logits, labels, target)
+        loss = (1 - base_share) * loss + base_share * base
+    return Rows(loss, confidence, jnp.argmax(final, axis=0) == labels)
 
 
 def _selected(
