@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from dflash_jax.config import TransformerConfig
+
 AXES = ("data", "fsdp", "model")
 Tree = TypeVar("Tree")
 Axis = str | tuple[str, ...] | None
@@ -28,10 +30,17 @@ class Rules:
             the mesh axes of its leading dimensions. The first one found holds; without any, an array
             is on every device.
         largest: Mesh axis of a matrix's largest dimension that has none by the table.
+        head_dim: Rows of attention weights that are kept together: a head that is split costs a dozen
+            exchanges a layer.
     """
 
     table: tuple[tuple[str, tuple[Axis, ...]], ...]
     largest: str | None = None
+    head_dim: int = 1
+
+    def of(self, config: TransformerConfig) -> "Rules":
+        """The rules for a model of this config."""
+        return dataclasses.replace(self, head_dim=config.head_dim)
 
 
 # Weights are [out, in]. A product's own result is divided by its heads, features or ids, the next
@@ -48,7 +57,8 @@ TARGET = Rules(_TENSOR)
 # The optimizer's moments lie under the same paths. Norms, biases and counts are on every device.
 DRAFT = Rules(_TENSOR, largest="fsdp")
 BATCH = Rules((("", (("data", "fsdp"),)),))  # every array by its rows
-CACHE = Rules(((r"\b(k|v)/", (("data", "fsdp"), "model")), *BATCH.table))
+# Keys and values by rows and heads; the rest of a decoder's state is small, and read by every process.
+CACHE = Rules(((r"\b(k|v)/", (("data", "fsdp"), "model")),))
 VOCABULARY = Rules((("", ("model",)),))  # a part of a head, by its ids
 EVERYWHERE = Rules(())
 
@@ -86,7 +96,11 @@ def spec_of(
     """
     axes = next((axes for pattern, axes in rules.table if re.search(pattern, path)), ())
     axes = [*axes, *[None] * len(shape)][: len(shape)]
-    found = [_dividing(axis, size, mesh) for axis, size in zip(axes, shape)]
+    unit = rules.head_dim if "self_attn/" in path else 1
+    found = [
+        _dividing(axis, size // unit if size % unit == 0 else size, mesh)
+        for axis, size in zip(axes, shape)
+    ]
     if rules.largest is not None and len(shape) > 1:
         free = [i for i, axis in enumerate(found) if axis is None and _dividing(rules.largest, shape[i], mesh)]  # fmt: skip
         if free:

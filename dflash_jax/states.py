@@ -13,6 +13,7 @@ from dflash_jax.lookup import Length
 from dflash_jax.models.draft import ring_size
 from dflash_jax.pair import Draft, Target
 from dflash_jax.sampling import RowSampling, Sampling
+from dflash_jax.sharding import CACHE, place
 
 PREFILL_CHUNK = 64
 MIN_CAPACITY = 256
@@ -42,9 +43,10 @@ def new_draft_cache(draft: Draft | Literal["lookup"], rows: int, size: int) -> K
     c = draft.config
     dtype = draft.params["fc"]["weight"].dtype
     ring = ring_size(c, max(PREFILL_CHUNK, c.max_proposals + 1))
-    return KVCache.zeros(
+    cache = KVCache.zeros(
         c.num_hidden_layers, rows, c.num_key_value_heads, size, c.head_dim, dtype, ring
     )
+    return place(cache, CACHE)
 
 
 def row_sampling(sampling: Sequence[Sampling], keys: jax.Array | None, rows: int) -> RowSampling:
@@ -75,6 +77,7 @@ def new_state(
         row[: len(prompt)] = prompt
     length = np.array([len(p) for p in prompts], np.int32)
     dtype = jax.tree.leaves(target.params)[0].dtype
+    cache = KVCache.zeros(c.num_hidden_layers, B, c.num_key_value_heads, size, c.head_dim, dtype)
     # Donated, so no two arrays may share a buffer: `array` copies, where `asarray` may not.
     return State(
         tokens=jnp.array(tokens),
@@ -85,9 +88,7 @@ def new_state(
         rounds=jnp.zeros((B,), jnp.int32),
         committed=jnp.zeros((B, size), jnp.int32),
         sampling=row_sampling(sampling, keys, B),
-        target=KVCache.zeros(
-            c.num_hidden_layers, B, c.num_key_value_heads, size, c.head_dim, dtype
-        ),
+        target=place(cache, CACHE),
         draft=None,
     )
 

@@ -1,27 +1,127 @@
-"""One process of a training run on the tiny target, on as many simulated devices as XLA_FLAGS says.
+"""Training on simulated devices, as many as XLA_FLAGS says, in a process of its own.
 
-python tests/meshes.py STORE RECIPE.toml [key=value ...]
+python tests/meshes.py steps OUT
+python tests/meshes.py run STORE RECIPE.toml [key=value ...]
+python tests/meshes.py decode OUT
 """
 
+import dataclasses
+import json
 import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from train import run
-from train.config import read_recipe
-from train.mesh import start
+AXES = {"data": 2, "fsdp": 2, "model": 2}
+VOCABULARY, CANDIDATES = 88, 44  # sizes that nothing else has
 
 
-def main(store: str, recipe: str, *overrides: str) -> None:
-    jax.config.update("jax_default_matmul_precision", "highest")
-    jax.config.update("jax_enable_compilation_cache", False)
+def steps(mesh) -> dict:
+    """Three training steps of a draft whose one key/value head `model` does not divide.
+
+    Rows 2 and 3, which a device of four has for itself, have no anchor.
+
+    Returns:
+        Each step's `metrics`, the parameters' `norms` behind the last one, and the `program`.
+    """
+    from fakes import DRAFT, random_params
+
+    from dflash_jax.models.draft import DFlashDraftModel
+    from dflash_jax.sharding import BATCH, shard
+    from dflash_jax.sharding import DRAFT as RULES
+    from dflash_jax.sharding import VOCABULARY as BY_ID
+    from train.anchors import sample_anchors
+    from train.config import TrainConfig
+    from train.losses import Objective
+    from train.optimizer import make_optimizer
+    from train.step import TrainState, make_blocks, train_step
+
+    config = dataclasses.replace(
+        DRAFT, num_hidden_layers=1, layer_types=(), block_size=4, vocab_size=VOCABULARY
+    )
+    optimizer = make_optimizer(TrainConfig(run="", steps=10, warmup=1, learning_rate=3e-3))
+    mixture = (("cross_entropy", 0.5), ("kl_divergence", 0.5))
+    rng = np.random.default_rng(0)
+
+    @jax.jit
+    def blocks(key, tokens, features, teacher):
+        supervised = (jnp.arange(24) > 5)[None] & ~jnp.isin(jnp.arange(8), jnp.array([2, 3]))[
+            :, None
+        ]
+        return make_blocks(
+            tokens, features, supervised, *sample_anchors(key, supervised, 3), 4, teacher
+        )
+
+    def batch(seed):
+        tokens = rng.integers(CANDIDATES, size=(8, 24)).astype(np.int32)  # they are labels, too
+        rows = [rng.standard_normal((8, 24, n)).astype(np.float32) for n in (64, 32)]
+        return shard(blocks(jax.random.key(seed), tokens, *rows), mesh, BATCH)
+
+    params = random_params(config, 0)
+    table, head = (rng.standard_normal((VOCABULARY, 32)).astype(np.float32) for _ in range(2))
+    ids = np.sort(rng.permutation(VOCABULARY)[:CANDIDATES]).astype(np.int32)
+    state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), jnp.ones(64))
+    state, table, head = (
+        shard(state, mesh, RULES.of(config)),
+        shard(table, mesh, BY_ID),
+        shard(head, mesh, BY_ID),
+    )
+    batches = [batch(seed) for seed in range(3)]
+    with jax.set_mesh(mesh):
+        step = train_step.lower(
+            state, table, ids, batches[0], module=DFlashDraftModel(config), optimizer=optimizer,
+            objective=Objective(mixture=mixture), chunk=16, head=head,
+        ).compile()  # fmt: skip
+        metrics = []
+        for batch in batches:
+            state, values = step(state, table, ids, batch, head=head)
+            metrics.append({name: float(value) for name, value in values.items()})
+    norms = [float(np.linalg.norm(np.asarray(x))) for x in jax.tree.leaves(state.params)]
+    return {"metrics": metrics, "norms": norms, "program": step.as_text()}
+
+
+def decode(mesh) -> dict:
+    """Texts of eight prompts, greedy and sampled, and the axes of the keys behind them."""
+    from fakes import prompts_of, random_draft, random_target
+
+    from dflash_jax import Sampling, generate
+    from dflash_jax.sharding import TARGET, shard
+
+    target, draft = (
+        dataclasses.replace(x, params=shard(x.params, mesh, TARGET.of(x.config)))
+        for x in (random_target(), random_draft())
+    )
+    prompts = prompts_of(5, 17, 3, 9, 21, 4, 8, 30)
+    with jax.set_mesh(mesh):
+        out = generate(
+            target, draft, prompts, max_new_tokens=24, key=jax.random.key(3), keep_state=True,
+            sampling=[Sampling(temperature=t, top_k=20) for t in (0.0, 0.8) * 4],
+        )  # fmt: skip
+        return {"tokens": out.tokens, "cache": list(out.state.target.k[0].sharding.spec)}
+
+
+def run(store: str, recipe: str, *overrides: str) -> None:
+    """`train.run`'s own way from the recipe on, with the tiny target."""
+    from train.config import read_recipe
+    from train.mesh import start
+    from train.run import train
+
     config = read_recipe(Path(recipe), overrides)
     mesh = start(config)
     from runs import set_up_recipe  # has arrays, and so needs the devices
 
-    run.train(set_up_recipe(Path(store), config, mesh))
+    train(set_up_recipe(Path(store), config, mesh))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    jax.config.update("jax_default_matmul_precision", "highest")
+    jax.config.update("jax_enable_compilation_cache", False)
+    what, *rest = sys.argv[1:]
+    if what == "run":
+        run(*rest)
+    else:
+        from dflash_jax.sharding import make_mesh
+
+        Path(rest[0]).write_text(json.dumps(globals()[what](make_mesh(AXES))))

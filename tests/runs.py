@@ -52,7 +52,9 @@ def set_up(store, run, **options) -> Setup:
 def set_up_recipe(store, config: TrainConfig, mesh: Mesh) -> Setup:
     Path(config.run).mkdir(parents=True, exist_ok=True)
     target = tiny_target()
-    target = dataclasses.replace(target, params=shard(target.params, mesh, sharding.TARGET))
+    target = dataclasses.replace(
+        target, params=shard(target.params, mesh, sharding.TARGET.of(target.config))
+    )
     taps = (*TAPS, LAST) if config.objective.needs_teacher else TAPS
     examples = load_examples(store, taps)
     held_out = {"held_out": load_examples(store, TAPS)[:2]}

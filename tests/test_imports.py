@@ -22,7 +22,7 @@ ALLOWED = {
     "pair": {"array_typing", "config", "checkpoint"},
     "lookup": {"array_typing", "cache", "sampling"},
     "adapters": {"array_typing", "config", "cache", "decode", "lookup", "sampling", "models", "pair"},
-    "states": {"cache", "decode", "lookup", "models", "pair", "sampling"},
+    "states": {"cache", "decode", "lookup", "models", "pair", "sampling", "sharding"},
     "jobs": {"adapters", "decode", "pair", "sampling", "states"},
     "generation": {"decode", "jobs", "pair", "sampling"},
     "bench": {"adapters", "array_typing", "config", "cache", "decode", "sampling", "models", "pair", "generation", "states"},

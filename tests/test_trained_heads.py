@@ -22,8 +22,9 @@ from dflash_jax.pair import load_draft, load_target
 from dflash_jax.sampling import Picker, Sampling
 from dflash_jax.states import new_draft_cache, row_sampling
 from train.evaluate import block_correct
-from train.losses import Objective, acceptance_length
+from train.losses import Objective, Totals, acceptance_length
 from train.step import (
+    Blocks,
     block_hidden,
     block_loss,
     gradients,
@@ -255,7 +256,28 @@ def small_step(name, rows=4, **options):
     return DFlashDraftModel(config), fakes.random_params(config, 1), blocks, (table, table, jnp.ones(width))  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["plain", pytest.param("dflash2", marks=slow)])
+def test_parts_share_no_divisor():
+    """Of rows of one slot, whose loss is w times their label, and for a second term its square."""
+    rows = np.array([[3, 1], [5, 0], [2, 1], [7, 1]])  # label, whether it counts
+    label, counts = jnp.asarray(rows[:, :1, None]), jnp.asarray(rows[:, 1:, None] > 0)
+    flat, features = label[..., 0], jnp.zeros((4, 1, 1))
+    blocks = Blocks(features, None, label, flat, flat, label, counts, counts[..., 0], first_slot=0)
+
+    def terms(w, blocks):
+        x, n = blocks.labels, blocks.counts
+        sums = jnp.stack([(w * x * n).sum(), ((w * x) ** 2 * n * (x > 2)).sum()])
+        divisors = jnp.stack([n.sum(), (n * (x > 2)).sum()]).astype(jnp.float32)
+        return Totals(sums, divisors, divisors[0], n.reshape(-1))
+
+    for parts in (1, 2, 4):
+        gradient, loss, sums = gradients(terms, jnp.float32(2), blocks, parts)
+        np.testing.assert_allclose(loss, 2 * 12 / 3 + 4 * (9 + 49) / 2, rtol=1e-6)
+        np.testing.assert_allclose(gradient, 12 / 3 + 4 * (9 + 49) / 2, rtol=1e-6)
+        assert (int(sums["labels"]), int(sums["blocks"])) == (3, 3)
+
+
+@slow
+@pytest.mark.parametrize("name", ["plain", "dflash2"])
 def test_parts_of_a_batch_make_the_gradient_of_the_whole(name):
     """They do not share the divisors alike, of which DFlash 2 has two."""
     module, params, blocks, rest = small_step(name)

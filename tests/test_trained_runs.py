@@ -28,11 +28,14 @@ HEADS = {
 KL = {"mixture": {"cross_entropy": 0.5, "kl_divergence": 0.5}}
 RECIPES = {
     "domino": {"head": HEADS["domino"], "accumulate": 2},
-    "reduced": {"draft_vocab_size": 24, **KL},
+    "reduced": {"draft_vocab_size": 24, "window_rule": "speculators", **KL},
     "dflash2": {"head": HEADS["dflash2"], "remat": True, "selector_missing": "replace"},
     "dspark": {"head": HEADS["dspark"], "sample_from_anchor": True, "own_embedding": True, "own_head": True},
     "sliding": {"layer_types": ("sliding_attention",), "sliding_window": 5, "is_causal": True, "dtype": "bfloat16"},
-    "reduced dspark": {"draft_vocab_size": 24, "head": HEADS["dspark"], "sample_from_anchor": True, "accumulate": 2},
+    "reduced dspark": {
+        "draft_vocab_size": 24, "head": HEADS["dspark"], "sample_from_anchor": True, "accumulate": 2,
+        "layer_types": ("sliding_attention",), "sliding_window": 3,  # shorter than a block: no dialect has all this
+    },
 }  # fmt: skip
 QUICK = ("reduced",)
 

@@ -4,14 +4,15 @@ import dataclasses
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dflash_jax.checkpoint import hf
-from dflash_jax.checkpoint.export import save_draft
+from dflash_jax.checkpoint import hf, orbax
+from dflash_jax.checkpoint.export import DIALECTS, Dialect, draft_json, save_draft
 from dflash_jax.config import DraftConfig, RopeConfig
 from dflash_jax.pair import Target, load_draft, open_draft, read_draft_config
 from dflash_jax.sharding import DRAFT, gathered, place
@@ -115,21 +116,19 @@ def first_state(
         d2t = params.pop("d2t", None)
     else:
         params = random_params(draft, jax.random.key(config.seed))
-        ids = (
-            draft_vocabulary(target, draft, examples)
-            if params.pop("d2t", None) is not None
-            else None
-        )
+        reduced = params.pop("d2t", None) is not None
+        ids = draft_vocabulary(target, draft, examples) if reduced else None
         params = warm_start(params, target.params, draft, scale, taps, ids)
         d2t = None if ids is None else jnp.asarray(offsets(ids))
-    params = place(params, DRAFT)
+    rules = DRAFT.of(draft)
+    params = place(params, rules)
     moments = optimizer.init(params)
     state = TrainState(jnp.zeros((), jnp.int32), params, moments, jnp.asarray(scale), d2t)
-    return place(state, DRAFT)
+    return place(state, rules)
 
 
 def export(draft: DraftConfig, state: TrainState, folder: Path) -> None:
-    """Writes the draft in the flat Hugging Face dialect, bfloat16, in the place of an older one.
+    """Writes the draft, as `write_draft` does, in the place of an older one.
 
     Every process must call it; the first one writes.
     """
@@ -140,8 +139,30 @@ def export(draft: DraftConfig, state: TrainState, folder: Path) -> None:
     new, old = (folder.with_name(f"{folder.name}.{end}") for end in ("new", "old"))
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    save_draft(new, draft, params)
+    write_draft(new, draft, params)
     if folder.exists():
         folder.rename(old)
     new.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def write_draft(folder: Path, draft: DraftConfig, params: Any) -> None:
+    """Writes a draft in bfloat16: in the first Hugging Face dialect that can say all of it, or in Orbax's form.
+
+    A reduced vocabulary is speculators' to say, and a head on top of it or a scaled head nobody's.
+    """
+    dialect = _dialect(draft)
+    if dialect is not None:
+        return save_draft(folder, draft, params, dialect=dialect)
+    params = {k: v if k == "d2t" else jax.tree.map(lambda x: x.astype(jnp.bfloat16), v) for k, v in params.items()}  # fmt: skip
+    return orbax.save(folder, "draft", draft, params)
+
+
+def _dialect(draft: DraftConfig) -> Dialect | None:
+    for dialect in DIALECTS:
+        try:
+            draft_json(draft, "bfloat16", dialect)
+        except ValueError:
+            continue
+        return dialect
+    return None

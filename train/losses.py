@@ -320,12 +320,7 @@ def vocabulary_loss(
         target = None if t is None else read.target_logits(head, t)
         if read.candidates:
             return _selected(objective, read, logits, columns, label, target)
-        final = logits if columns is None else read.corrected(logits, columns)
-        loss, confidence = _mixed(objective, final, label, target)
-        if base_share is not None:
-            base, _ = _mixed(objective, logits, label, target)
-            loss = (1 - base_share) * loss + base_share * base
-        return Rows(loss, confidence, likeliest(final) == label)
+        return _corrected(objective, read, logits, columns, label, target, base_share)
 
     def with_gradient(rows):
         h, *others = rows
@@ -362,6 +357,24 @@ _given_gradient.defvjp(
 def likeliest(logits: Float[Array, "V c"]) -> Int[Array, " c"]:
     """The argmax of each column; see `sampling.argmax`."""
     return argmax(logits[:, None])[0]
+
+
+def _corrected(
+    objective: Objective,
+    read: Readout,
+    logits: Float[Array, "V c"],
+    columns: Float[Array, "X c"] | None,
+    labels: Int[Array, " c"],
+    target: Float[Array, "V c"] | None,
+    base_share: Float[Array, ""] | float | None,
+) -> Rows:
+    """Of a chunk: the mixture's loss of the corrected logits, and its share of the logits before."""
+    final = logits if columns is None else read.corrected(logits, columns)
+    loss, confidence = _mixed(objective, final, labels, target)
+    if base_share is not None:
+        base, _ = _mixed(objective, logits, labels, target)
+        loss = (1 - base_share) * loss + base_share * base
+    return Rows(loss, confidence, likeliest(final) == labels)
 
 
 def _selected(

@@ -15,10 +15,10 @@ from typing import Any
 from orbax.checkpoint import v1 as ocp
 
 from dflash_jax.checkpoint import keys, orbax
-from dflash_jax.checkpoint.export import save_draft
 from dflash_jax.config import DraftConfig
 from dflash_jax.pair import Draft
 from train.checkpoints import find_checkpoint
+from train.draft import write_draft
 from train.warm_start import fold_scale
 
 _PARAMS, _SCALE = re.compile("params/"), "feature_scale"  # of step.TrainState
@@ -56,9 +56,7 @@ def read_draft(run: str | Path, step: int | str = "latest") -> Draft:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m train.restore", description=__doc__.splitlines()[0])  # fmt: skip
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a training run")
-    parser.add_argument(
-        "destination", metavar="DEST", type=Path, help="Hugging Face folder to make"
-    )
+    parser.add_argument("destination", metavar="DEST", type=Path, help="folder to make")
     parser.add_argument(
         "--step",
         type=lambda s: int(s) if s.isdecimal() else s,
@@ -68,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         draft = read_draft(args.run, args.step)
-        save_draft(args.destination, draft.config, draft.params)
+        write_draft(args.destination, draft.config, draft.params)
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

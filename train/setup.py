@@ -12,8 +12,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from dflash_jax.checkpoint import hf
 from dflash_jax.models.draft import DFlashDraftModel
-from dflash_jax.pair import Target, load_target, load_tokenizer
+from dflash_jax.pair import Target, embedded_target, load_target, load_tokenizer, open_target
 from dflash_jax.sharding import TARGET, make_mesh, placement
 from train import prompts as prompt_set
 from train.chat import Report, read_files
@@ -66,12 +67,14 @@ class Setup:
 def prepare(config: TrainConfig, mesh: Mesh) -> Setup:
     """Makes what the recipe needs and is not there yet: prompts, responses, features."""
     run = Path(config.run)
-    target = load_target(config.target or None, sharding=placement(mesh, TARGET))
+    source = hf.resolve(config.target) if config.target else embedded_target()
+    rules = TARGET.of(open_target(source)[0].config)
+    target = load_target(source, sharding=placement(mesh, rules))
     module = DFlashDraftModel(draft_config(target, config), config.remat)
     origin = origin_of(target, load_tokenizer(target))
     documents, report = _documents(config, target)
     if is_first():  # alone, so with a target of its own where there are others
-        alone = target if jax.process_count() == 1 else load_target(config.target or None)
+        alone = target if jax.process_count() == 1 else load_target(source)
         _make(config, alone, origin, documents)
     wait_for_all("the data are there")
     examples = _examples(config, target, origin, documents)

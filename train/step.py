@@ -313,7 +313,9 @@ def train_step(
 
     def terms(params, blocks):
         params = jax.tree.map(lambda x: x.astype(dtype), params)
-        params = constrain(params, TARGET)  # gathered in `dtype`, the gradients scattered
+        params = constrain(
+            params, TARGET.of(module.config)
+        )  # gathered in `dtype`, the gradients scattered
         params = whole(params, state.d2t)
         return block_loss(
             module, objective, chunk, params, embedding, rows, state.feature_scale, blocks, ids, share
@@ -331,7 +333,7 @@ def train_step(
     state = state.replace(
         step=state.step + 1, params=optax.apply_updates(state.params, updates), opt_state=opt_state
     )
-    return constrain(state, DRAFT), constrain(metrics, EVERYWHERE)
+    return constrain(state, DRAFT.of(module.config)), constrain(metrics, EVERYWHERE)
 
 
 def whole(params: Any, d2t: Int[Array, " Vd"] | None) -> Any:

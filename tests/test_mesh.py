@@ -1,0 +1,198 @@
+"""Training on eight simulated devices, in one process or two, is training on one."""
+
+import collections
+import dataclasses
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from meshes import AXES, CANDIDATES, VOCABULARY, decode, steps
+from runs import LAST, recipe, records, set_up_recipe
+from training import TAPS, tiny_answers
+
+from dflash_jax.checkpoint import keys
+from dflash_jax.sharding import make_mesh
+from train import run
+from train.mesh import greatest, start
+from train.restore import read_draft
+from train.store import write_shard
+
+ROOT = Path(__file__).parent.parent
+
+
+def process(*command, devices: int, **more) -> subprocess.Popen:
+    """A process of `meshes.py` on simulated devices; its code is compiled fast rather than well."""
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags} | more
+    line = [sys.executable, "tests/meshes.py", *map(str, command)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(line, cwd=ROOT, env=env, text=True, stdout=pipe, stderr=pipe)
+
+
+def finish(*processes: subprocess.Popen) -> None:
+    told = [p.communicate(timeout=500)[1] for p in processes]
+    assert [p.returncode for p in processes] == [0] * len(processes), told[0][-3000:]
+
+
+def close(a, b, **tolerance):
+    np.testing.assert_allclose(np.array(a), np.array(b), **tolerance)
+
+
+# Steps.
+
+
+@pytest.fixture(scope="module")
+def on_eight(tmp_path_factory):
+    """`meshes.steps` on a mesh of 2 x 2 x 2."""
+    out = tmp_path_factory.mktemp("steps") / "out.json"
+    finish(process("steps", out, devices=8))
+    return json.loads(out.read_text())
+
+
+def test_steps_on_eight_devices_are_those_on_one(on_eight):
+    """Also where a device's rows have no legal anchor, and a head would have to be split."""
+    on_one = steps(make_mesh(devices=jax.devices()[:1]))
+    assert [m["labels"] > 0 for m in on_one["metrics"]] == [True] * 3
+    for one, eight in zip(on_one["metrics"], on_eight["metrics"], strict=True):
+        assert one.keys() == eight.keys()
+        close([*one.values()], [eight[k] for k in one], rtol=1e-5)
+    close(on_one["norms"], on_eight["norms"], rtol=1e-5)
+
+
+def collectives(program: str):
+    """(kind, shapes of the results, whether in the loop over the vocabulary's chunks) of each."""
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    for line in program.splitlines():
+        if found := re.search(rf" = (.*?) ({kinds})(?:-start)?\(", line):
+            shapes = [tuple(map(int, s.split(","))) for s in re.findall(r"\[([\d,]+)\]", found[1])]
+            yield found[2], shapes, "/while/" in line
+
+
+def test_no_device_ever_has_the_whole_head_or_its_logits(on_eight):
+    every = list(collectives(on_eight["program"]))
+    assert len(every) > 20
+    for _, shapes, _ in every:
+        assert not {VOCABULARY, CANDIDATES} & {n for shape in shapes for n in shape}
+    in_loop = [(kind, shapes) for kind, shapes, looped in every if looped]
+    assert in_loop
+    for kind, shapes in in_loop:  # of a chunk's rows: sums over ids, and the best of each part
+        assert kind in ("all-reduce", "all-gather")
+        assert all(np.prod(shape) <= 32 * 4 for shape in shapes)
+
+
+def test_a_step_has_the_collectives_that_it_needs(on_eight):
+    """A gather of every sharded matrix, two sums a layer each way, and no reshuffling of activations."""
+    count = collections.Counter(kind for kind, _, looped in collectives(on_eight["program"]) if not looped)  # fmt: skip
+    assert count["all-to-all"] == 0
+    assert count["all-gather"] <= 11
+    assert count["all-reduce"] <= 12
+    assert count["collective-permute"] <= 2
+
+
+@pytest.mark.slow
+def test_texts_decoded_on_eight_devices_are_those_of_one(tmp_path):
+    finish(process("decode", tmp_path / "out.json", devices=8))
+    eight = json.loads((tmp_path / "out.json").read_text())
+    assert eight["tokens"] == decode(make_mesh(devices=jax.devices()[:1]))["tokens"]
+    assert eight["cache"] == [["data", "fsdp"], "model"]
+
+
+# Runs.
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with a store, and the recipe of four steps, the last of which decodes."""
+    folder = tmp_path_factory.mktemp("mesh")
+    examples = tiny_answers(8, 20, (*TAPS, LAST))
+    for i in (3, 5):  # without a legal anchor
+        examples[i] = dataclasses.replace(examples[i], prompt_length=len(examples[i].tokens) - 1)
+    write_shard(folder / "store", 0, examples, (*TAPS, LAST))
+    config = recipe(
+        folder / "one", batch_size=4, anchors=3, candidates=60, steps=4, evaluate_every=4, decode_every=1,
+    )  # fmt: skip
+    return folder, config
+
+
+def as_toml(config) -> str:
+    """The recipe's keys that differ from the defaults."""
+    default = type(config)(run="")
+    changed = {
+        f.name: value
+        for f in dataclasses.fields(config)
+        if (value := getattr(config, f.name)) != getattr(default, f.name)
+    }
+    return "".join(f"{k} = {json.dumps(v)}\n" for k, v in changed.items())
+
+
+@pytest.mark.slow
+def test_a_run_in_two_processes_is_the_run_on_one_device_and_goes_on_there(runs):
+    folder, config = runs
+    (folder / "recipe.toml").write_text(as_toml(config))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    mesh = "mesh={" + ", ".join(f"{k} = {v}" for k, v in AXES.items()) + "}"
+    recipe_and_keys = folder / "recipe.toml", f'run="{folder / "two"}"', mesh, "distributed=true"
+    shared = dict(JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2")
+    two = [
+        process("run", folder / "store", *recipe_and_keys, devices=4, JAX_PROCESS_ID=str(i), **shared)
+        for i in range(2)
+    ]  # fmt: skip
+    one_device = make_mesh(devices=jax.devices()[:1])
+    run.train(set_up_recipe(folder / "store", config, one_device))
+    finish(*two)
+    resumed = dataclasses.replace(config, run=str(folder / "resumed"))
+    shutil.copytree(folder / "two", resumed.run)
+    shutil.rmtree(folder / "resumed/checkpoints/4")
+    run.train(set_up_recipe(folder / "store", resumed, one_device))
+
+    whole, parts, again = (records(folder / name) for name in ("one", "two", "resumed"))
+    assert [r["step"] for r in parts] == [1, 2, 3, 4]  # each once, though there were two
+    close([r["loss"] for r in parts], [r["loss"] for r in whole], rtol=1e-5)
+    close([r["loss"] for r in again], [r["loss"] for r in parts], rtol=1e-6)
+    for name in ("acceptance_length", "decoded"):
+        assert parts[-1][name] == again[-1][name] == whole[-1][name]
+    leaves = [keys.flatten(read_draft(folder / name).params) for name in ("one", "two", "resumed")]
+    for path, leaf in leaves[1].items():
+        close(leaf, leaves[0][path], atol=1e-6)
+        close(leaf, leaves[2][path], atol=1e-6)
+    drafts = [(folder / name / "draft/config.json").read_text() for name in ("one", "two")]
+    assert drafts[0] == drafts[1]
+
+
+def test_a_mesh_of_another_number_of_devices_ends_before_anything_is_loaded(tmp_path, capsys):
+    path = tmp_path / "recipe.toml"
+    path.write_text(f'run = "{tmp_path / "run"}"\ntarget = "no/such"\nmesh = {{model = 512}}\n')
+    assert run.main([str(path)]) == 1
+    assert "is of 512 devices, but there are" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"tensor": 2}, "mesh=.* with keys of .*'model'"),
+        ({"data": 0}, "mesh=.* positive integers"),
+        ({"data": 2, "fsdp": 4}, r"self\.batch_size=4 must be a multiple of .* 8, the mesh's data \* fsdp"),
+        (3, "mesh=3 must be a table"),
+    ],
+)  # fmt: skip
+def test_a_bad_mesh_is_one_error(mesh, message):
+    with pytest.raises(ValueError, match=message):
+        recipe("", batch_size=4, anchors=3, mesh=mesh)
+
+
+def test_one_process_asks_no_other(tmp_path):
+    assert greatest(None) is None
+    assert greatest(15) == 15
+    if len(jax.devices()) == 1:
+        assert dict(start(recipe(tmp_path)).shape) == {"data": 1, "fsdp": 1, "model": 1}
