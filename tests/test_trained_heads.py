@@ -106,6 +106,7 @@ def test_dominos_mixed_loss_is_specforges(golden, target, shift, share):
     close(case, run, expected, values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "weight"), [("w1", 1.0), ("w03", 0.3)])
 def test_dflash2s_loss_is_nemos(golden, target, run, weight):
     case, arrays, totals, grads, blocks, values = golden_step(
