@@ -205,7 +205,7 @@ def test_the_totals_count_weights_and_correct_rows():
     np.testing.assert_allclose(totals.numerators, [loss * totals.weight], rtol=1e-6)
 
 
-@pytest.mark.parametrize("candidates", [0, 16])
+@pytest.mark.parametrize("candidates", [pytest.param(0, marks=pytest.mark.slow), 16])
 def test_the_compiled_loss_of_a_head_needs_a_quarter_of_the_dense_logits_at_most(candidates):
     vocab, width, rank, rows = 4096, 16, 8, 1024
     shapes = [(width, rows), (vocab, width), (vocab, rank), (rank, rows)]

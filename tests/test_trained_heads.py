@@ -106,9 +106,8 @@ def test_dominos_mixed_loss_is_specforges(golden, target, shift, share):
     close(case, run, expected, values)
 
 
-@pytest.mark.parametrize(
-    ("run", "weight"), [pytest.param("w1", 1.0, marks=pytest.mark.slow), ("w03", 0.3)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("run", "weight"), [("w1", 1.0), ("w03", 0.3)])
 def test_dflash2s_loss_is_nemos(golden, target, run, weight):
     case, arrays, totals, grads, blocks, values = golden_step(
         golden, target, "nemo_dflash2", Objective(gamma=4.0, selector_weight=weight)
@@ -128,7 +127,9 @@ def test_dflash2s_loss_is_nemos(golden, target, run, weight):
     close(case, run, expected, values)
 
 
-@pytest.mark.parametrize("pure", [0, 1, 2])
+@pytest.mark.parametrize(
+    "pure", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_dominos_logits_given_the_true_tokens_are_specforges(golden, target, pure):
     case, arrays = read(golden / "drafts/domino")
     draft = load_draft(golden / "drafts/domino", target, dtype=jnp.float32)
@@ -175,7 +176,7 @@ CASES = {
     "reduced dspark": {"draft_vocab_size": 20, "sample_from_anchor": True, "head": SMALL["dspark"]},
 }  # fmt: skip
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ()}
-QUICK = ("dflash2", "domino", "reduced dspark")
+QUICK = ("dflash2",)
 Q, S, ANCHOR = 6, 24, 13
 KEPT = np.sort(np.random.default_rng(5).permutation(fakes.VOCAB)[:20])
 
@@ -322,6 +323,7 @@ def test_remat_changes_no_gradient(name):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@slow
 @slow
 def test_convolutions_of_training_blocks_do_not_mix():
     module, params, blocks, (table, _, scale) = small_step("dflash2", rows=1)

@@ -50,16 +50,9 @@ def speculators_blocks(arrays, i, target, size=64):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "runs"),
-    [
-        (name, [run for run in RUNS if run.endswith("dpace") == dpace])
-        if name == DRAFTS[0] and not dpace
-        else pytest.param(name, [r for r in RUNS if r.endswith("dpace") == dpace], marks=pytest.mark.slow)
-        for name in DRAFTS
-        for dpace in (False, True)
-    ],
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", [("ce_decay", "kl_decay", "mix"), ("ce_dpace",)], ids="-".join)
+@pytest.mark.parametrize("name", DRAFTS)
 def test_losses_and_gradients_are_speculators(golden, name, runs):
     """Its teacher's logits are restricted to the draft's vocabulary, and labels outside it are no matter."""
     case, arrays = read(golden / "drafts" / name)

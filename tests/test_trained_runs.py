@@ -37,12 +37,10 @@ RECIPES = {
         "layer_types": ("sliding_attention",), "sliding_window": 3,  # shorter than a block: no dialect has all this
     },
 }  # fmt: skip
-QUICK = ("reduced",)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in RECIPES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_trained_draft_loads_decodes_and_can_be_gone_on_with(name, store, tmp_path):
     setup = set_up(store, tmp_path / "run", candidates=60, **RECIPES[name])
     start, state = begin(setup), begin(setup)
