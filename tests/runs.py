@@ -1,5 +1,6 @@
 """Training runs on the tiny target: their recipe, their setup, and what they leave behind."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def write_store(folder: Path) -> Path:
 def recipe(run, **options) -> TrainConfig:
     defaults = dict(
         target_layer_ids=TAPS, num_hidden_layers=1, block_size=4, mask_token_id=63, batch_size=2, anchors=6,
-        sequence_size=32, response_size=16, frequent=8, candidates=64, chunk=20, steps=6, warmup=2, learning_rate=3e-3,
+        sequence_size=32, response_size=32, frequent=8, candidates=64, chunk=20, steps=6, warmup=2, learning_rate=3e-3,
         evaluate_every=3, save_every=2, decode_every=0, max_new_tokens=20,
     )  # fmt: skip
     return TrainConfig(run=str(run), **(defaults | options))
@@ -41,12 +42,23 @@ def recipe(run, **options) -> TrainConfig:
 
 def set_up(store, run, **options) -> Setup:
     """A setup as a new process would make it: nothing is shared with another."""
+    return setup_of(recipe(run, **options), store)
+
+
+def elsewhere(setup: Setup, run, **options) -> Setup:
+    """The setup with another folder and other options of what is told and kept; compiles nothing anew."""
+    config = dataclasses.replace(setup.config, run=str(run), **options)
     Path(run).mkdir(parents=True, exist_ok=True)
-    config = recipe(run, **options)
+    return dataclasses.replace(setup, config=config)
+
+
+def setup_of(config: TrainConfig, store) -> Setup:
+    """What `prepare` would make of the recipe, with the answers of a store."""
+    Path(config.run).mkdir(parents=True, exist_ok=True)
     target = tiny_target()
     taps = (*TAPS, LAST) if config.objective.needs_teacher else TAPS
-    examples = load_examples(store, taps)
-    held_out = {"held_out": load_examples(store, TAPS)[:2]}
+    examples = load_examples(Path(store), taps)
+    held_out = {"held_out": load_examples(Path(store), TAPS)[:2]}
     module = DFlashDraftModel(draft_config(target, config))
     frequent = frequent_ids(examples, config.frequent)
     return Setup(config, target, module, make_optimizer(config), examples, held_out, frequent)
@@ -73,3 +85,13 @@ def timeless(rows: list[dict]) -> list[dict]:
     """Records without what the clock says."""
     clock = ("time", "labels_per_second", "tokens_per_second")
     return [{k: v for k, v in r.items() if k not in clock} for r in rows]
+
+
+def toml(config: TrainConfig) -> str:
+    """A recipe as TOML, whose scalars and lists are JSON's."""
+    lines = []
+    for name, value in dataclasses.asdict(config).items():
+        table = isinstance(value, dict)
+        text = ", ".join(f"{k} = {v}" for k, v in value.items()) if table else json.dumps(value)
+        lines.append(f"{name} = {{{text}}}" if table else f"{name} = {text}")
+    return "\n".join(lines)

@@ -19,6 +19,7 @@ from dflash_jax.checkpoint.export import save_draft
 from dflash_jax.config import DraftConfig
 from dflash_jax.pair import Draft
 from train.checkpoints import find_checkpoint
+from train.draft import dialect_of
 from train.warm_start import fold_scale
 
 _PARAMS, _SCALE = re.compile("params/"), "feature_scale"  # of step.TrainState
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         draft = read_draft(args.run, args.step)
-        save_draft(args.destination, draft.config, draft.params)
+        save_draft(args.destination, draft.config, draft.params, dialect=dialect_of(draft.config))
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

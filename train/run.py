@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -95,6 +96,7 @@ def train(setup: Setup, stop: Callable[[], int | None] = lambda: None) -> None:
     schedule, rates = make_schedule(config), metrics.Rates()
     with open_checkpoints(config) as checkpoints:
         state = first_state(config, setup.target, draft, setup.optimizer, setup.examples)
+        state = jax.device_put(state, jax.devices()[0])  # as a loaded one is: one program for both
         if checkpoints.latest is not None:
             state = checkpoints.load(checkpoints.latest.step, state)
         first = int(state.step)
