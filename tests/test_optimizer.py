@@ -1,5 +1,4 @@
 import dataclasses
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import pytest
 from fakes import leaves_equal
 from runs import TARGET, begin, recipe
 
+from dflash_jax.checkpoint.orbax import plain
 from dflash_jax.pair import load_draft
 from train.checkpoints import open_checkpoints
 from train.draft import export
@@ -110,8 +110,6 @@ def test_an_average_is_what_is_exported_and_restored(straight, tmp_path):
     export(draft, state, tmp_path / "draft")
     exported = load_draft(tmp_path / "draft", TARGET, dtype=jnp.bfloat16).params
     assert leaves_equal(exported, jax.tree.map(lambda x: x.astype(jnp.bfloat16), expected))
-    from dflash_jax.checkpoint.orbax import plain
-
     with open_checkpoints(config) as checkpoints:
         checkpoints.save(3, state, custom_metadata={"draft": plain(draft)})
-    assert leaves_equal(read_draft(Path(tmp_path)).params, expected)
+    assert leaves_equal(read_draft(tmp_path).params, expected)

@@ -226,9 +226,10 @@ def test_a_run_can_start_from_a_draft(straight, store, tmp_path):
     folded = fold_scale(state.params, state.feature_scale)
     given = load_draft(folder, TARGET, dtype=jnp.float32).params
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8), folded, given)
-    wrong = set_up(store, tmp_path / "run", init=str(folder), block_size=3)
-    with pytest.raises(ValueError, match="init="):
-        begin(wrong)
+    with pytest.raises(
+        ValueError, match="init=.* has block_size=4, but the recipe says block_size=3"
+    ):
+        set_up(store, tmp_path / "run", init=str(folder), block_size=3)
 
 
 def test_training_leaves_the_target_alone(store, straight):

@@ -6,7 +6,6 @@ A run exports its best draft by itself; this writes that of any checkpoint which
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +21,8 @@ from train.checkpoints import find_checkpoint
 from train.draft import dialect_of
 from train.warm_start import fold_scale
 
-_PARAMS, _SCALE = re.compile("params/"), "feature_scale"  # of step.TrainState
-_AVERAGE = re.compile("opt_state/.*average/")  # of optimizer.AverageState
+_PARAMS, _SCALE = "params/", "feature_scale"  # of step.TrainState
+_AVERAGE = "opt_state/behind/average/"  # of optimizer.make_optimizer
 
 
 def read_draft(run: str | Path, step: int | str = "latest") -> Draft:
@@ -40,8 +39,8 @@ def read_draft(run: str | Path, step: int | str = "latest") -> Draft:
     """
     folder = find_checkpoint(run, step)
     stored = orbax.read_shapes(folder)
-    prefix = _AVERAGE if any(map(_AVERAGE.match, stored)) else _PARAMS
-    wanted = {p: x for p, x in stored.items() if prefix.match(p) or p == _SCALE}
+    prefix = _AVERAGE if any(p.startswith(_AVERAGE) for p in stored) else _PARAMS
+    wanted = {p: x for p, x in stored.items() if p.startswith(prefix) or p == _SCALE}
     metadata: Any = ocp.metadata(str(folder.absolute())).custom_metadata
     try:
         config = orbax.config_of(DraftConfig, metadata["draft"])
@@ -49,7 +48,7 @@ def read_draft(run: str | Path, step: int | str = "latest") -> Draft:
         scale = leaves.pop(_SCALE)
     except (KeyError, TypeError) as e:
         raise ValueError(f"{folder} is no checkpoint of a draft's training: it lacks {e}") from e
-    own = {prefix.sub("", path): leaf for path, leaf in leaves.items()}
+    own = {path.removeprefix(prefix): leaf for path, leaf in leaves.items()}
     params = keys.build(keys.checked(own.items(), config, folder), own)
     return Draft(config, fold_scale(params, scale), folder)
 
