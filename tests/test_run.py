@@ -227,7 +227,7 @@ def test_a_run_can_start_from_a_draft(straight, store, tmp_path):
     given = load_draft(folder, TARGET, dtype=jnp.float32).params
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8), folded, given)
     with pytest.raises(
-        ValueError, match="init=.* has block_size=4, but the recipe says block_size=3"
+        ValueError, match=r"init=.* has block_size=4, but the recipe says block_size=3"
     ):
         set_up(store, tmp_path / "run", init=str(folder), block_size=3)
 

@@ -179,7 +179,10 @@ def keep_recipe(config: TrainConfig) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m train.run", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m train.run", description=__doc__.split("\n")[0],
+        epilog="Exits with 0 when done, 1 for an error, 143 (SIGTERM) or 130 (SIGINT) when interrupted and saved.",
+    )  # fmt: skip
     parser.add_argument("recipe", type=Path, help="TOML file, see train/config.py for the keys")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to change")
     args = parser.parse_args(argv)
