@@ -103,4 +103,4 @@ def test_samples_are_kept_and_shown(tmp_path, capsys):
     with Log(recipe(tmp_path), 0) as log:
         log.show([sample])
     assert records(tmp_path, "samples.jsonl") == [sample]
-    assert capsys.readouterr().err == "step 3 held_out p1: 2.00 tokens a round\n[b]a|bc\n\n"
+    assert capsys.readouterr().err == "step 3 held_out p1: 2.00 tokens a round [2]\n[b]a|bc\n\n"
