@@ -18,7 +18,7 @@ from train.data import frequent_ids
 from train.draft import draft_config, export, first_state
 from train.optimizer import make_optimizer
 from train.run import one_step
-from train.setup import Setup
+from train.setup import Setup, prepare
 from train.warm_start import fold_scale
 
 OTHERS = (
@@ -116,3 +116,23 @@ def test_a_checkpoint_without_taps_takes_the_recipes(golden, tmp_path):
     with pytest.raises(ValueError, match="lacks target_layer_ids"):
         read_recipe(file)
     assert read_recipe(file, ["target_layer_ids=[0, 2]"]).target_layer_ids == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("mask_token_id=256", "256"),
+        ("mask_token_id=1", "mask_token_id"),
+        ("target_layer_ids=[0, 9]", "9"),
+    ],
+)
+def test_a_draft_that_is_none_for_the_target_is_refused_before_any_tensor_is_read(
+    golden, tmp_path, monkeypatch, key, message
+):
+    """Id 1 is the target's stop id; a draft with that mask would not load behind its training."""
+    monkeypatch.setattr("train.setup.load_target", lambda *_: pytest.fail("was loaded"))
+    file = tmp_path / "recipe.toml"
+    file.write_text(f'run = "{tmp_path}"\ntarget = "{golden / "targets/qwen3_tied"}"\n')
+    config = read_recipe(file, ["target_layer_ids=[0, 1]", "mask_token_id=253", key])
+    with pytest.raises(ValueError, match=message):
+        prepare(config)

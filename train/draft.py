@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import optax
 
 from dflash_jax.checkpoint.export import Dialect, save_draft
-from dflash_jax.config import DraftConfig, RopeConfig
-from dflash_jax.pair import Target, load_draft
+from dflash_jax.checkpoint.orbax import Header
+from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
+from dflash_jax.pair import Target, check_pair, load_draft
 from train.config import TrainConfig
 from train.init import init_config
 from train.optimizer import trained_params
@@ -20,15 +21,24 @@ from train.store import Example
 from train.warm_start import feature_scale, fold_scale, random_params, warm_start
 
 
-def draft_config(target: Target, config: TrainConfig) -> DraftConfig:
+def draft_config(target: Target | Header[TargetConfig], config: TrainConfig) -> DraftConfig:
     """The shape of the recipe's `init`; without one the target's own, with Qwen3's query and key norms.
 
+    Args:
+        target: A whole one is not needed: its parameters are not looked at.
+        config: The recipe.
+
     Raises:
-        ValueError: If the recipe's keys contradict its `init`, or that cannot be read.
+        ValueError: If the recipe's keys contradict its `init`, that cannot be read, or the draft would
+            not be one for the target.
     """
     c = target.config
-    if config.init:
-        return init_config(vars(config), c.num_hidden_layers)
+    draft = init_config(vars(config), c.num_hidden_layers) if config.init else _like(c, config)
+    check_pair(c, target.stop_token_ids, draft, target.pad_token_id)
+    return draft
+
+
+def _like(c: TargetConfig, config: TrainConfig) -> DraftConfig:
     return DraftConfig(
         hidden_size=c.hidden_size,
         intermediate_size=c.intermediate_size,
