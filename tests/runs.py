@@ -2,9 +2,12 @@
 
 import dataclasses
 import json
+import struct
 from pathlib import Path
 
+import pytest
 from fakes import prompts_of
+from tensorboardX.proto.event_pb2 import Event
 from training import TAPS, answers, tiny_target
 
 from dflash_jax.models.draft import DFlashDraftModel
@@ -12,6 +15,7 @@ from train import draft
 from train.config import TrainConfig
 from train.data import frequent_ids, load_examples
 from train.draft import draft_config
+from train.metrics import scalars
 from train.optimizer import make_optimizer
 from train.setup import Setup
 from train.store import write_shard
@@ -95,3 +99,20 @@ def toml(config: TrainConfig) -> str:
         text = ", ".join(f"{k} = {v}" for k, v in value.items()) if table else json.dumps(value)
         lines.append(f"{name} = {{{text}}}" if table else f"{name} = {text}")
     return "\n".join(lines)
+
+
+def events(folder: Path) -> list[tuple[str, int, float]]:
+    """(name, step, value) of every scalar in a folder's TensorBoard files."""
+    found = []
+    for path in folder.iterdir():
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (size,) = struct.unpack_from("<Q", data, at)
+            event = Event.FromString(data[at + 12 : at + 12 + size])
+            found += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+            at += size + 16
+    return sorted(found)
+
+
+def scalars_of(rows) -> list[tuple[str, int, float]]:
+    return sorted((name, r["step"], pytest.approx(v, rel=1e-6)) for r in rows for name, v in scalars(r))  # fmt: skip

@@ -1,37 +1,17 @@
 import io
 import json
 import struct
-from pathlib import Path
 
-import pytest
 from rich.console import Console
-from runs import recipe, records
-from tensorboardX.proto.event_pb2 import Event
+from runs import events, recipe, records, scalars_of
 
-from train.metrics import Log, open_events, read_until, say_evaluation, scalars
+from train.metrics import Log, open_events, read_until, say_evaluation
 
 STEP = {"loss": 2.0, "accuracy": 0.5, "learning_rate": 1e-3, "labels_per_second": 9.0, "tokens_per_second": 99.0}  # fmt: skip
 
 
 def row(step: int) -> dict:
     return {"step": step, **STEP}
-
-
-def events(folder: Path) -> list[tuple[str, int, float]]:
-    """(name, step, value) of every scalar in a folder's TensorBoard files."""
-    found = []
-    for path in folder.iterdir():
-        data, at = path.read_bytes(), 0
-        while at < len(data):
-            (size,) = struct.unpack_from("<Q", data, at)
-            event = Event.FromString(data[at + 12 : at + 12 + size])
-            found += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
-            at += size + 16
-    return sorted(found)
-
-
-def scalars_of(rows) -> list[tuple[str, int, float]]:
-    return sorted((name, r["step"], pytest.approx(v, rel=1e-6)) for r in rows for name, v in scalars(r))  # fmt: skip
 
 
 def test_records_of_later_steps_and_half_a_line_are_forgotten(tmp_path):
@@ -41,15 +21,6 @@ def test_records_of_later_steps_and_half_a_line_are_forgotten(tmp_path):
     file.write_text(text + '{"step": 4, "lo', encoding="utf-8")
     assert read_until(file, 2) == rows[:2] == records(tmp_path)
     assert read_until(tmp_path / "absent.jsonl", 0) == []
-
-
-def test_a_runs_events_are_its_metrics(straight):
-    run = Path(straight.config.run)
-    rows = records(run)
-    names = {name for name, _, _ in events(run / "tensorboard")}
-    assert {"loss", "learning_rate", "decoded/held_out", "gap/held_out"} <= names
-    assert not {"step", "time"} & names
-    assert events(run / "tensorboard") == scalars_of(rows)
 
 
 def test_a_run_that_goes_on_has_no_step_twice_in_its_events(tmp_path):

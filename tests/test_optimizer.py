@@ -20,17 +20,17 @@ from train.step import train_step
 from train.warm_start import fold_scale
 
 
-def test_float32_masters_keep_a_thousand_updates_of_1e_5(straight):
+def test_float32_masters_keep_a_thousand_updates_of_1e_5(tiny_setup):
     """In bfloat16 a weight of 1 would never move."""
     constant = optax.stateless(lambda u, p: jax.tree.map(lambda x: jnp.full_like(x, 1e-5), u))
-    state = begin(straight)
+    state = begin(tiny_setup)
     state = state.replace(opt_state=constant.init(state.params))
-    blocks, ids = make_step_input(straight, 0)
+    blocks, ids = make_step_input(tiny_setup, 0)
     before = np.asarray(state.params["hidden_norm"]["weight"])
     for _ in range(1000):
         state, _ = train_step(
-            state, straight.embedding, jnp.asarray(ids), blocks, module=straight.module, optimizer=constant,
-            objective=Objective(), chunk=64, head=straight.head,
+            state, tiny_setup.embedding, jnp.asarray(ids), blocks, module=tiny_setup.module, optimizer=constant,
+            objective=Objective(), chunk=64, head=tiny_setup.head,
         )  # fmt: skip
     moved = np.asarray(state.params["hidden_norm"]["weight"]) - before
     np.testing.assert_allclose(moved, 1e-2, rtol=1e-2)
@@ -98,15 +98,15 @@ def test_the_average_follows_the_parameters_and_forgets_the_first_ones_soon():
     np.testing.assert_allclose(params, [-7.0, 10.0])
 
 
-def test_an_average_is_what_is_exported_and_restored(straight, tmp_path):
-    config, state = dataclasses.replace(straight.config, run=str(tmp_path), ema=0.9), begin(straight)  # fmt: skip
+def test_an_average_is_what_is_exported_and_restored(tiny_setup, tmp_path):
+    config, state = dataclasses.replace(tiny_setup.config, run=str(tmp_path), ema=0.9), begin(tiny_setup)  # fmt: skip
     opt_state = make_optimizer(config).init(state.params)
     twice = jax.tree.map(lambda x: 2 * x, state.params)
     opt_state = optax.tree.set(opt_state, average=twice)
     state = state.replace(opt_state=opt_state)
     assert leaves_equal(trained_params(state.params, state.opt_state), twice)
     expected = fold_scale(twice, state.feature_scale)
-    draft = straight.module.config
+    draft = tiny_setup.module.config
     export(draft, state, tmp_path / "draft")
     exported = load_draft(tmp_path / "draft", TARGET, dtype=jnp.bfloat16).params
     assert leaves_equal(exported, jax.tree.map(lambda x: x.astype(jnp.bfloat16), expected))

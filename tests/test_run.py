@@ -12,7 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fakes import leaves_equal
-from runs import TARGET, begin, checkpoint, elsewhere, recipe, records, set_up, timeless, toml
+from runs import (
+    TARGET,
+    begin,
+    checkpoint,
+    elsewhere,
+    events,
+    recipe,
+    records,
+    scalars_of,
+    set_up,
+    timeless,
+    toml,
+)
 from training import tiny_target
 
 import train.run
@@ -122,6 +134,15 @@ def test_every_step_is_in_the_metrics_with_its_numbers(straight):
         assert r["labels"] > 0
     assert [r["step"] for r in rows if "acceptance_length" in r] == [3, 6]
     assert all(1 <= r["acceptance_length"]["held_out"] <= 4 for r in rows if "acceptance_length" in r)  # fmt: skip
+
+
+def test_a_runs_events_are_its_metrics(straight):
+    run = Path(straight.config.run)
+    rows = records(run)
+    names = {name for name, _, _ in events(run / "tensorboard")}
+    assert {"loss", "learning_rate", "decoded/held_out", "gap/held_out"} <= names
+    assert not {"step", "time"} & names
+    assert events(run / "tensorboard") == scalars_of(rows)
 
 
 def test_the_latest_checkpoints_and_the_best_are_kept_and_found_by_name(
