@@ -86,7 +86,7 @@ def test_a_published_draft_is_trained_on_and_exported(golden, tmp_path, name):
         ("num_hidden_layers=5", "has num_hidden_layers=2, but the recipe says num_hidden_layers=5"),
         ("mask_token_id=9", "has mask_token_id=253, but the recipe says mask_token_id=9"),
         ("target_layer_ids=[0, 1]", r"\(0, 1, 3\), but the recipe says target_layer_ids=\(0, 1\)"),
-        ('init="absent/folder"', "absent/folder"),
+        ('init="absent/folder"', "init='absent/folder': "),
     ],
 )
 def test_a_recipe_that_contradicts_its_draft_is_one_error(

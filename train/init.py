@@ -21,7 +21,10 @@ def init_config(recipe: Mapping[str, Any], num_target_layers: int | None = None)
         ValueError: If it is no readable draft, or a key of `SHAPE` contradicts it.
     """
     ref, ids = recipe["init"], recipe.get("target_layer_ids")
-    path = hf.resolve(ref)
+    try:
+        path = hf.resolve(ref)
+    except ValueError as e:
+        raise ValueError(f"init={ref!r}: {e}") from e
     try:
         config = read_draft_config(path, num_target_layers=num_target_layers)
     except ValueError as e:
