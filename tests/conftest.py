@@ -21,3 +21,31 @@ def _forget_programs():
 def golden() -> Path:
     """The folder of reference checkpoints and arrays."""
     return Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory) -> Path:
+    """Answers of the tiny target, as training examples on disk."""
+    from runs import write_store
+
+    return write_store(tmp_path_factory.mktemp("responses"))
+
+
+@pytest.fixture(scope="session")
+def tiny_setup(store, tmp_path_factory):
+    """The setup of a run of six steps, which decodes at the last one."""
+    from runs import set_up
+
+    return set_up(store, tmp_path_factory.mktemp("setup"), decode_every=2)
+
+
+@pytest.fixture(scope="session")
+def straight(tiny_setup, tmp_path_factory):
+    """That of a run which is done, in one go."""
+    from runs import elsewhere
+
+    import train.run
+
+    setup = elsewhere(tiny_setup, tmp_path_factory.mktemp("straight"))
+    train.run.train(setup)
+    return setup

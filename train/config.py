@@ -1,11 +1,13 @@
 """A training recipe: one frozen value, read from TOML."""
 
 import dataclasses
+import difflib
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from train.init import SHAPE, init_config
 from train.losses import LOSSES, Objective
 from train.prompts import KINDS
 
@@ -18,7 +20,8 @@ class TrainConfig:
         run: Folder of the run: responses, checkpoints, metrics and the draft.
         target: Checkpoint of the target; empty for the embedded one.
         responses: Shard of earlier responses of the target, whose prompts are not answered again.
-        init: Draft to start from, in any readable dialect; empty for the target's last layers.
+        init: Draft to start from, in any readable dialect, which decides the draft's shape; empty for the
+            target's last layers.
         target_layer_ids: Taps.
         prompts: Prompts to build a kind.
         rows, refill, response_size, max_new_tokens: See `regenerate.regenerate`.
@@ -37,8 +40,17 @@ class TrainConfig:
         frequent, candidates: Head rows of a step: the frequent ids, and all.
         dtype: Of the operands of a step's products with weights, "float32" or "bfloat16".
         chunk: Rows of blocks that go through the head at a time.
-        steps, warmup, learning_rate, final_rate, weight_decay, clip, b1, b2: AdamW and its schedule.
-        evaluate_every, save_every: Steps.
+        optimizer: "adamw", or "muon" for the matrices and AdamW for the rest.
+        schedule: Of the learning rate behind the warm-up: "cosine" or "linear" to `final_rate` of its peak at
+            the last step, or "constant".
+        steps, warmup, learning_rate, final_rate, weight_decay, clip, b1, b2: The optimiser and its schedule.
+        muon_momentum: Of Muon.
+        ema: Decay of the average of the parameters that is evaluated and exported; 0 for the parameters.
+        evaluate_every, save_every, log_every: Steps.
+        decode_every: Evaluations, of which the last one also decodes held-out prompts; 0 for none.
+        decode_prompts: Prompts of each held-out set that are decoded.
+        samples: Of those, how many are shown and kept in `samples.jsonl`.
+        keep: Latest checkpoints that are kept, beside the best one.
     """
 
     run: str
@@ -71,6 +83,8 @@ class TrainConfig:
     candidates: int = 3584
     dtype: str = "float32"
     chunk: int = 512
+    optimizer: str = "adamw"
+    schedule: str = "cosine"
     steps: int = 6000
     warmup: int = 60
     learning_rate: float = 1.5e-3
@@ -79,8 +93,15 @@ class TrainConfig:
     clip: float = 1.0
     b1: float = 0.9
     b2: float = 0.95
+    muon_momentum: float = 0.95
+    ema: float = 0.0
     evaluate_every: int = 500
     save_every: int = 500
+    log_every: int = 50
+    decode_every: int = 1
+    decode_prompts: int = 16
+    samples: int = 2
+    keep: int = 2
 
     def __post_init__(self):
         problems = [
@@ -98,6 +119,10 @@ class TrainConfig:
             raise ValueError(f"{self.warmup=} must be less than {self.steps=}")
         if self.rows % self.refill:
             raise ValueError(f"{self.rows=} must be a multiple of {self.refill=}")
+        if self.max_new_tokens + 1 >= self.response_size:
+            raise ValueError(f"{self.response_size=} leaves no room before {self.max_new_tokens=}")
+        if self.sequence_size <= self.block_size:
+            raise ValueError(f"{self.sequence_size=} must be more than {self.block_size=}")
 
     @property
     def objective(self) -> Objective:
@@ -107,8 +132,21 @@ class TrainConfig:
         )  # fmt: skip
 
 
-_LEAST = {"seed": 0, "mask_token_id": 0, "warmup": 0, "block_size": 2}
-_MAY_BE_ZERO = ("final_rate", "weight_decay", "b1", "b2", "dpace_alpha", "prefix_base")
+# Keys that change what a run tells and keeps, and not what it trains.
+FREE = frozenset(
+    ("run", "save_every", "evaluate_every", "log_every", "decode_every", "decode_prompts", "samples", "keep")
+)  # fmt: skip
+CHOICES = {
+    "dtype": ("float32", "bfloat16"),
+    "optimizer": ("adamw", "muon"),
+    "schedule": ("cosine", "linear", "constant"),
+}
+_LEAST = {
+    "seed": 0, "mask_token_id": 0, "warmup": 0, "block_size": 2, "decode_every": 0, "samples": 0,
+}  # fmt: skip
+_MAY_BE_ZERO = (
+    "final_rate", "weight_decay", "b1", "b2", "dpace_alpha", "prefix_base", "muon_momentum", "ema",
+)  # fmt: skip
 
 
 def _faults(field: dataclasses.Field, value: Any) -> Iterator[str]:
@@ -124,16 +162,17 @@ def _faults(field: dataclasses.Field, value: Any) -> Iterator[str]:
         and (value < float("inf") or name == "gamma")
     ):
         yield f"{name}={value!r} must be a {'non-negative' if name in _MAY_BE_ZERO else 'positive'} number"
-    if name in ("b1", "b2") and _is_number(value) and value >= 1:
+    if name in ("b1", "b2", "muon_momentum", "ema") and _is_number(value) and value >= 1:
         yield f"{name}={value!r} must be less than 1"
     if name == "dpace_alpha" and _is_number(value) and value > 1:
         yield f"{name}={value!r} must be at most 1"
-    if name == "dtype" and value not in ("float32", "bfloat16"):
-        yield f"{name}={value!r} must be float32 or bfloat16"
+    if name in CHOICES and value not in CHOICES[name]:
+        yield f"{name}={value!r} must be {' or '.join(CHOICES[name])}"
     if name == "target_layer_ids" and not (
         isinstance(value, tuple) and value and all(type(i) is int and i >= 0 for i in value)
-    ):
-        yield f"{name}={value!r} must be a list of layers"
+        and len({*value}) == len(value)
+    ):  # fmt: skip
+        yield f"{name}={value!r} must be a list of different layers"
     for table, known in (("mixture", LOSSES), ("prompts", KINDS)):
         if name == table and not (
             isinstance(value, Mapping) and value and set(value) <= set(known)
@@ -150,22 +189,51 @@ def _is_number(value: Any) -> bool:
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Reads a TOML recipe; `key=value` overrides are TOML too and replace tables as a whole.
+    """Reads a TOML recipe; what it does not say of the draft's shape comes from its `init`, if it has one.
+
+    Args:
+        path: The TOML file.
+        overrides: `key=value`, TOML too. A table replaces the file's as a whole, `table.key=value` one
+            entry of it.
 
     Raises:
-        ValueError: For an unreadable file, an unknown or missing key, or a value out of bounds.
+        ValueError: For an unreadable file, an unknown or missing key, a value out of bounds, or an
+            `init` that cannot be read or has another shape than the recipe says.
     """
     try:
         values: dict[str, Any] = tomllib.loads(path.read_text())
         for item in overrides:
-            values.update(tomllib.loads(item if "=" in item else f"{item} = "))
+            _override(values, item)
     except (OSError, ValueError) as e:  # ValueError: no TOML, or no UTF-8
         raise ValueError(f"recipe {path}: {e}") from e
     fields = {f.name for f in dataclasses.fields(TrainConfig)}
-    unknown = sorted(values.keys() - fields)
-    if unknown:
-        raise ValueError(f"recipe {path}: unknown keys {', '.join(unknown)}")
+    if unknown := sorted(values.keys() - fields):
+        raise ValueError(
+            f"recipe {path}: unknown keys {', '.join(_nearest(k, fields) for k in unknown)}"
+        )
     if "run" not in values:
         raise ValueError(f"recipe {path}: run, the folder of the run, is missing")
     given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    return TrainConfig(**given)
+    config = TrainConfig(**given)
+    if not config.init:
+        return config
+    start = init_config(given)
+    return dataclasses.replace(config, **{k: getattr(start, k) for k in SHAPE})
+
+
+def _override(values: dict[str, Any], item: str) -> None:
+    """Puts a `key=value` in; of `table.key=value` the table's other entries stay, the defaults' too."""
+    given = tomllib.loads(item if "=" in item else f"{item} = ")
+    if "." in item.partition("=")[0]:
+        defaults = TrainConfig(run="")
+        for name, part in given.items():
+            table = values.get(name, getattr(defaults, name, None))
+            if isinstance(table, Mapping) and isinstance(part, Mapping):
+                given[name] = {**table, **part}
+    values.update(given)
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    """An unknown key, and the known one that it may stand for."""
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"{key} (did you mean {near[0]}?)" if near else key

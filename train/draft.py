@@ -9,18 +9,36 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from dflash_jax.checkpoint.export import save_draft
-from dflash_jax.config import DraftConfig, RopeConfig
-from dflash_jax.pair import Target, load_draft
+from dflash_jax.checkpoint.export import Dialect, save_draft
+from dflash_jax.checkpoint.orbax import Header
+from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
+from dflash_jax.pair import Target, check_pair, load_draft
 from train.config import TrainConfig
+from train.init import init_config
+from train.optimizer import trained_params
 from train.step import TrainState
 from train.store import Example
 from train.warm_start import feature_scale, fold_scale, random_params, warm_start
 
 
-def draft_config(target: Target, config: TrainConfig) -> DraftConfig:
-    """A draft of the target's own shape, with Qwen3's query and key norms."""
+def draft_config(target: Target | Header[TargetConfig], config: TrainConfig) -> DraftConfig:
+    """The shape of the recipe's `init`; without one the target's own, with Qwen3's query and key norms.
+
+    Args:
+        target: A whole one is not needed: its parameters are not looked at.
+        config: The recipe.
+
+    Raises:
+        ValueError: If the recipe's keys contradict its `init`, that cannot be read, or the draft would
+            not be one for the target.
+    """
     c = target.config
+    draft = init_config(vars(config), c.num_hidden_layers) if config.init else _like(c, config)
+    check_pair(c, target.stop_token_ids, draft, target.pad_token_id)
+    return draft
+
+
+def _like(c: TargetConfig, config: TrainConfig) -> DraftConfig:
     return DraftConfig(
         hidden_size=c.hidden_size,
         intermediate_size=c.intermediate_size,
@@ -47,20 +65,17 @@ def first_state(
     optimizer: optax.GradientTransformation,
     examples: Sequence[Example],
 ) -> TrainState:
-    """Step 0: the recipe's draft, or the target's last layers as one; AdamW's moments at zero.
+    """Step 0: the recipe's draft, or the target's last layers as one; the optimiser's moments at zero.
 
     Raises:
-        ValueError: If the recipe's draft has another shape than the recipe says.
+        ValueError: If the recipe's draft is another target's.
     """
     width = len(draft.target_layer_ids) * draft.hidden_size
     taps = [dataclasses.replace(e, features=e.features[:, :width]) for e in examples[:64]]
     scale = feature_scale(taps)
     if config.init:
-        start = load_draft(config.init, target, dtype="float32")
-        if start.config != draft:
-            raise ValueError(
-                f"init={config.init!r} is {start.config}, but the recipe describes {draft}"
-            )
+        ids = draft.target_layer_ids
+        start = load_draft(config.init, target, target_layer_ids=ids, dtype="float32")
         params = fold_scale(start.params, 1 / scale)
     else:
         random = random_params(draft, jax.random.key(config.seed))
@@ -69,12 +84,18 @@ def first_state(
     return TrainState(jnp.zeros((), jnp.int32), params, moments, jnp.asarray(scale))
 
 
+def dialect_of(draft: DraftConfig) -> Dialect:
+    """The dialect to write a draft in: the flat one, which every consumer reads, where it says the draft's window rule."""
+    return "speculators" if draft.window_rule == "speculators" else "zlab"
+
+
 def export(draft: DraftConfig, state: TrainState, folder: Path) -> None:
-    """Writes the draft in the flat Hugging Face dialect, bfloat16, in the place of an older one."""
+    """Writes the draft for Hugging Face, bfloat16, in the place of an older one."""
     new, old = (folder.with_name(f"{folder.name}.{end}") for end in ("new", "old"))
     for leftover in (new, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    save_draft(new, draft, fold_scale(state.params, state.feature_scale))
+    params = trained_params(state.params, state.opt_state)
+    save_draft(new, draft, fold_scale(params, state.feature_scale), dialect=dialect_of(draft))
     if folder.exists():
         folder.rename(old)
     new.rename(folder)

@@ -1,6 +1,6 @@
 """The draft of a training checkpoint, without the optimizer's state.
 
-    python -m train.restore RUN DEST [--step N]
+    python -m train.restore RUN DEST [--step N|best|latest]
 
 A run exports its best draft by itself; this writes that of any checkpoint which is still there.
 """
@@ -17,28 +17,30 @@ from dflash_jax.checkpoint import keys, orbax
 from dflash_jax.checkpoint.export import save_draft
 from dflash_jax.config import DraftConfig
 from dflash_jax.pair import Draft
+from train.checkpoints import find_checkpoint
+from train.draft import dialect_of
 from train.warm_start import fold_scale
 
 _PARAMS, _SCALE = "params/", "feature_scale"  # of step.TrainState
+_AVERAGE = "opt_state/behind/average/"  # of optimizer.make_optimizer
 
 
-def read_draft(run: str | Path, step: int | None = None) -> Draft:
+def read_draft(run: str | Path, step: int | str = "latest") -> Draft:
     """The float32 draft of a run's checkpoint, on the first device; the optimizer's state is not read.
+
+    It has the averaged parameters where the run keeps an average.
 
     Args:
         run: The run's folder.
-        step: None is the latest.
+        step: A step, "latest" or "best".
 
     Raises:
         ValueError: If the run has no such checkpoint, or it is not readable.
     """
-    folder = Path(run) / "checkpoints"
-    steps = sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
-    if not steps or step not in (None, *steps):
-        raise ValueError(f"{folder} has checkpoints of the steps {steps}, not {step=}")
-    folder = folder / str(steps[-1] if step is None else step)
+    folder = find_checkpoint(run, step)
     stored = orbax.read_shapes(folder)
-    wanted = {p: x for p, x in stored.items() if p.startswith(_PARAMS) or p == _SCALE}
+    prefix = _AVERAGE if any(p.startswith(_AVERAGE) for p in stored) else _PARAMS
+    wanted = {p: x for p, x in stored.items() if p.startswith(prefix) or p == _SCALE}
     metadata: Any = ocp.metadata(str(folder.absolute())).custom_metadata
     try:
         config = orbax.config_of(DraftConfig, metadata["draft"])
@@ -46,7 +48,7 @@ def read_draft(run: str | Path, step: int | None = None) -> Draft:
         scale = leaves.pop(_SCALE)
     except (KeyError, TypeError) as e:
         raise ValueError(f"{folder} is no checkpoint of a draft's training: it lacks {e}") from e
-    own = {path.removeprefix(_PARAMS): leaf for path, leaf in leaves.items()}
+    own = {path.removeprefix(prefix): leaf for path, leaf in leaves.items()}
     params = keys.build(keys.checked(own.items(), config, folder), own)
     return Draft(config, fold_scale(params, scale), folder)
 
@@ -57,11 +59,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "destination", metavar="DEST", type=Path, help="Hugging Face folder to make"
     )
-    parser.add_argument("--step", type=int, help="default: the latest")
+    parser.add_argument(
+        "--step",
+        type=lambda s: int(s) if s.isdecimal() else s,
+        default="latest",
+        help="a step, best or latest (default)",
+    )
     args = parser.parse_args(argv)
     try:
         draft = read_draft(args.run, args.step)
-        save_draft(args.destination, draft.config, draft.params)
+        save_draft(args.destination, draft.config, draft.params, dialect=dialect_of(draft.config))
     except ValueError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

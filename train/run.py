@@ -3,130 +3,161 @@
     python -m train.run train/recipes/smollm2.toml [key=value ...]
 
 Builds the prompts, lets the target answer them (and the held-out ones), trains, evaluates, exports.
-Every stage goes on where an interrupted run stopped.
+Every stage goes on where an interrupted run stopped. SIGTERM and SIGINT let the step in flight, and its
+evaluation, end and be saved; then the command exits with 143 or 130. A second signal ends it at once.
+
+In the run's folder: `checkpoints` (the latest, and the best by held-out acceptance), `draft` (the best
+one, exported), `metrics.jsonl`, `samples.jsonl` (decoded held-out prompts) and `tensorboard`.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from orbax.checkpoint import v1 as ocp
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+import numpy as np
 
 from dflash_jax.checkpoint.orbax import plain
-from train.config import TrainConfig, read_recipe
+from dflash_jax.pair import load_tokenizer
+from train import metrics
+from train.checkpoints import NOT_RANKED, measured, open_checkpoints, rank
+from train.config import FREE, TrainConfig, read_recipe
+from train.decoded import Decoded, choose, decode_examples, draft_in_memory, sample_records
 from train.draft import export, first_state
 from train.evaluate import evaluate
 from train.inputs import make_step_input
+from train.optimizer import make_schedule, trained_params
+from train.preempt import Interrupted, catch_signals
 from train.setup import Setup, prepare
 from train.step import TrainState, train_step
+from train.store import Example
 
-_console = Console(stderr=True)
+
+def teacher_forced(setup: Setup, state: TrainState, examples: Sequence[Example]) -> float:
+    """Teacher-forced acceptance length on some examples."""
+    config, params = setup.config, trained_params(state.params, state.opt_state)
+    return evaluate(
+        setup.module, params, setup.embedding, setup.head, state.feature_scale, examples,
+        anchors=24, batch_size=4, size=2 * config.response_size, chunk=config.chunk,
+    )  # fmt: skip
 
 
-def evaluate_all(setup: Setup, state: TrainState) -> dict[str, float]:
-    """Teacher-forced acceptance length on each held-out set."""
-    config = setup.config
-    return {
-        name: evaluate(
-            setup.module, state.params, setup.embedding, setup.head, state.feature_scale, examples,
-            anchors=24, batch_size=4, size=2 * config.response_size, chunk=config.chunk,
+def decode_sets(setup: Setup, state: TrainState) -> dict[str, Decoded]:
+    """Some prompts of each held-out set, decoded with the draft as it is; sets without a round are left out."""
+    config, params = setup.config, trained_params(state.params, state.opt_state)
+    draft = draft_in_memory(setup.module.config, params, state.feature_scale)
+    decoded = {
+        name: decode_examples(
+            setup.target, draft, choose(examples, config.decode_prompts), config.max_new_tokens
         )
         for name, examples in setup.held_out.items()
-    }  # fmt: skip
+    }
+    return {name: d for name, d in decoded.items() if any(d.rounds)}
 
 
-def train(setup: Setup) -> None:
-    """Runs the recipe's steps from the latest checkpoint on, and exports the best draft."""
-    config, run = setup.config, Path(setup.config.run)
-    metrics_file = run / "metrics.jsonl"
-    columns = (
-        TextColumn("step"),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("{task.fields[note]}"),
-        TimeRemainingColumn(),
-    )
-    keep: Any = ocp.training.preservation_policies.LatestN(2)
-    with (
-        ocp.training.Checkpointer(
-            str((run / "checkpoints").absolute()),
-            preservation_policy=keep,
-            cleanup_tmp_directories=True,
-        ) as checkpointer,
-        Progress(*columns, console=_console) as progress,
-    ):
-        state = first_state(
-            config, setup.target, setup.module.config, setup.optimizer, setup.examples
+def evaluate_all(
+    setup: Setup, state: TrainState, decode: bool
+) -> tuple[dict[str, dict[str, float]], Mapping[str, Decoded]]:
+    """An evaluation's metrics, by held-out set, and what was decoded.
+
+    Returns:
+        `acceptance_length` (teacher-forced, the whole set) and, if `decode`, `decoded` and `gap`:
+        teacher-forced minus decoded on the examples that were decoded.
+    """
+    sets = setup.held_out
+    values = {"acceptance_length": {n: teacher_forced(setup, state, e) for n, e in sets.items()}}
+    if not decode:
+        return values, {}
+    decoded = decode_sets(setup, state)
+    values["decoded"] = {name: d.acceptance_length for name, d in decoded.items()}
+    values["gap"] = {}
+    for name, d in decoded.items():
+        whole = len(d.examples) == len(sets[name])
+        forced = (
+            values["acceptance_length"][name] if whole else teacher_forced(setup, state, d.examples)
         )
-        if checkpointer.latest is not None:
-            state = checkpointer.load(checkpointer.latest.step, state)
+        values["gap"][name] = forced - d.acceptance_length
+    return values, decoded
+
+
+def train(setup: Setup, stop: Callable[[], int | None] = lambda: None) -> None:
+    """Runs the recipe's steps from the latest checkpoint on, and exports the best draft.
+
+    Args:
+        stop: Asked after each step for the signal that ends the run, once the step is saved.
+
+    Raises:
+        Interrupted: If there is one.
+    """
+    config, draft = setup.config, setup.module.config
+    metadata: Any = {"draft": plain(draft)}
+    schedule, rates = make_schedule(config), metrics.Rates()
+    with open_checkpoints(config) as checkpoints:
+        state = first_state(config, setup.target, draft, setup.optimizer, setup.examples)
+        state = jax.device_put(state, jax.devices()[0])  # as a loaded one is: one program for both
+        if checkpoints.latest is not None:
+            state = checkpoints.load(checkpoints.latest.step, state)
         first = int(state.step)
-        best = _forget_later(metrics_file, first)
-        task = progress.add_task("", total=config.steps, completed=first, note="")
-        labels, since = 0.0, time.perf_counter()
-        for done in range(first + 1, config.steps + 1):
-            state, values = one_step(setup, state, done - 1)
-            labels += values["labels"]
-            rate = labels / (time.perf_counter() - since)
-            note = (
-                f"loss {values['loss']:.3f} accuracy {values['accuracy']:.3f} {rate:.0f} labels/s"
-            )
-            progress.update(task, advance=1, note=note)
-            record: dict[str, Any] = {"step": done, **values, "labels_per_second": rate}
-            if done % config.evaluate_every == 0 or done == config.steps:
-                lengths = record["acceptance_length"] = evaluate_all(setup, state)
-                _console.print(f"step {done}", lengths)
-                if lengths["held_out"] > best:
-                    best = lengths["held_out"]
-                    export(setup.module.config, state, run / "draft")
-            # Before the checkpoint: a run killed between the two repeats the steps and their records.
-            with metrics_file.open("a") as f:
-                f.write(json.dumps(record) + "\n")
-            if done % config.save_every == 0 or done == config.steps:
-                checkpointer.save(
-                    done, state, custom_metadata={"draft": plain(setup.module.config)}
-                )
+        with metrics.Log(config, first) as log:
+            best = max((rank(m) for r in log.records if (m := measured(r))), default=NOT_RANKED)
+            for done in range(first + 1, config.steps + 1):
+                with rates.step() as counts:
+                    state, values = one_step(setup, state, done - 1)
+                    counts.update({name: values[name] for name in ("labels", "tokens")})
+                rate = {"learning_rate": float(schedule(done - 1))}
+                record: metrics.Record = {"step": done, **values, **rate, **rates.a_second}
+                if done % config.evaluate_every == 0 or done == config.steps:
+                    lengths, decoded = evaluate_all(setup, state, decodes_at(config, done))
+                    record |= lengths
+                    log.show(_samples(setup, done, decoded))
+                score = measured(record)
+                is_best = score is not None and rank(score) >= best
+                if is_best:
+                    best = rank(score)
+                    export(draft, state, Path(config.run) / "draft")
+                # Before the checkpoint: a run killed between the two repeats the steps and their records.
+                log.write(record)
+                number = stop()
+                last = done == config.steps or number is not None
+                if last or is_best or done % config.save_every == 0:
+                    checkpoints.save(done, state, metrics=score, custom_metadata=metadata)
+                if number is not None and done < config.steps:
+                    raise Interrupted(number, f" after step {done}, which is saved")
+
+
+def decodes_at(config: TrainConfig, step: int) -> bool:
+    """Whether the evaluation at a step decodes: every `decode_every`-th, and the last."""
+    every = config.evaluate_every * config.decode_every
+    return every > 0 and (step % every == 0 or step == config.steps)
+
+
+def _samples(setup: Setup, step: int, decoded: Mapping[str, Decoded]) -> list[dict[str, Any]]:
+    try:
+        tokenizer = load_tokenizer(setup.target) if decoded else None
+    except ValueError:  # a target without one: ids are shown
+        tokenizer = None
+    return [
+        sample
+        for name, d in decoded.items()
+        for sample in sample_records(step, name, d, tokenizer, setup.config.samples)
+    ]
 
 
 def one_step(setup: Setup, state: TrainState, step: int) -> tuple[TrainState, dict[str, float]]:
-    """Step `step` (from 0) on `state`, which is donated; and its metrics."""
+    """Step `step` (from 0) on `state`, which is donated; and its metrics. `tokens` counts padding too."""
     config = setup.config
     blocks, ids = make_step_input(setup, step)
-    state, metrics = train_step(
+    state, values = train_step(
         state, setup.embedding, jnp.asarray(ids), blocks, module=setup.module, optimizer=setup.optimizer,
         objective=config.objective, chunk=config.chunk, head=setup.head, dtype=config.dtype,
     )  # fmt: skip
-    return state, {name: float(value) for name, value in metrics.items()}
-
-
-def _forget_later(metrics_file: Path, step: int) -> float:
-    """Drops the records after `step`, whose steps an interrupted run repeats.
-
-    Returns:
-        The best held-out acceptance among the others.
-    """
-    lines = metrics_file.read_text().splitlines() if metrics_file.exists() else []
-    records = []
-    for line in lines:
-        with contextlib.suppress(json.JSONDecodeError):  # the last line of a run that was killed
-            records.append(json.loads(line))
-    records = [r for r in records if r["step"] <= step]
-    partial = metrics_file.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(r) + "\n" for r in records))
-    partial.replace(metrics_file)
-    return max(
-        (r["acceptance_length"]["held_out"] for r in records if "acceptance_length" in r),
-        default=0.0,
-    )
+    tokens = float(np.prod(blocks.features.shape[:2]))
+    return state, {name: float(value) for name, value in values.items()} | {"tokens": tokens}
 
 
 def keep_recipe(config: TrainConfig) -> None:
@@ -141,9 +172,8 @@ def keep_recipe(config: TrainConfig) -> None:
     )
     if path.exists():
         kept = defaults | json.loads(path.read_text())  # keys that were not there yet had no effect
-        free = {"run", "save_every", "evaluate_every"}
         other = sorted(k for k in kept.keys() | recipe.keys() if kept.get(k) != recipe.get(k))
-        if other := [k for k in other if k not in free]:
+        if other := [k for k in other if k not in FREE]:
             raise ValueError(
                 f"{path.parent} holds a run with another {', '.join(other)}; name another run"
             )
@@ -152,20 +182,26 @@ def keep_recipe(config: TrainConfig) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m train.run", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m train.run", description=__doc__.split("\n")[0],
+        epilog="Exits with 0 when done, 1 for an error, 143 (SIGTERM) or 130 (SIGINT) when interrupted and saved.",
+    )  # fmt: skip
     parser.add_argument("recipe", type=Path, help="TOML file, see train/config.py for the keys")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to change")
     args = parser.parse_args(argv)
     try:
-        config = read_recipe(args.recipe, args.overrides)
-        keep_recipe(config)
-        train(prepare(config))
+        with catch_signals() as signals:
+            config = read_recipe(args.recipe, args.overrides)
+            keep_recipe(config)
+            setup = prepare(config)
+            signals.patient = True
+            train(setup, lambda: signals.number)
     except (ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
+    except Interrupted as e:
+        print(f"{e}; the same command goes on", file=sys.stderr)
+        return 128 + e.number
     return 0
 
 

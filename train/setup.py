@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import optax
 
+from dflash_jax.checkpoint import hf
 from dflash_jax.models.draft import DFlashDraftModel
-from dflash_jax.pair import Target, load_target
+from dflash_jax.pair import Target, embedded_target, load_target, open_target
 from train import prompts as prompt_set
 from train.config import TrainConfig
 from train.data import frequent_ids, load_examples
@@ -46,8 +47,10 @@ class Setup:
 def prepare(config: TrainConfig) -> Setup:
     """Makes what the recipe needs and is not there yet: prompts, responses with features."""
     run = Path(config.run)
-    target = load_target(config.target or None)
-    module = DFlashDraftModel(draft_config(target, config))
+    path = hf.resolve(config.target) if config.target else embedded_target()
+    header, _ = open_target(path)
+    module = DFlashDraftModel(draft_config(header, config))  # checked before any tensor is read
+    target = load_target(path)
     prompts = run / "prompts.jsonl"
     if not prompts.exists():
         built = prompt_set.build(config.prompts, config.seed)
