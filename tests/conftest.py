@@ -32,12 +32,20 @@ def store(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def straight(store, tmp_path_factory):
-    """The setup of a run of six steps in one go, which is done, and decodes at step 6."""
+def tiny_setup(store, tmp_path_factory):
+    """The setup of a run of six steps, which decodes at the last one."""
     from runs import set_up
+
+    return set_up(store, tmp_path_factory.mktemp("setup"), decode_every=2)
+
+
+@pytest.fixture(scope="session")
+def straight(tiny_setup, tmp_path_factory):
+    """That of a run which is done, in one go."""
+    from runs import elsewhere
 
     import train.run
 
-    setup = set_up(store, tmp_path_factory.mktemp("straight"), decode_every=2)
+    setup = elsewhere(tiny_setup, tmp_path_factory.mktemp("straight"))
     train.run.train(setup)
     return setup

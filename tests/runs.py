@@ -2,11 +2,14 @@
 
 import dataclasses
 import json
+import struct
 from pathlib import Path
 
 import jax
+import pytest
 from fakes import prompts_of
 from jax.sharding import Mesh
+from tensorboardX.proto.event_pb2 import Event
 from training import TAPS, answers, tiny_target
 
 from dflash_jax import sharding
@@ -16,6 +19,7 @@ from train import draft
 from train.config import TrainConfig
 from train.data import frequent_ids
 from train.draft import draft_config
+from train.metrics import scalars
 from train.optimizer import make_optimizer
 from train.setup import Setup
 from train.store import load_examples, write_shard
@@ -38,7 +42,7 @@ def write_store(folder: Path) -> Path:
 def recipe(run, **options) -> TrainConfig:
     defaults = dict(
         target_layer_ids=TAPS, num_hidden_layers=1, block_size=4, mask_token_id=63, batch_size=2, anchors=6,
-        sequence_size=32, response_size=16, frequent=8, candidates=64, chunk=20, steps=6, warmup=2, learning_rate=3e-3,
+        sequence_size=32, response_size=32, frequent=8, candidates=64, chunk=20, steps=6, warmup=2, learning_rate=3e-3,
         evaluate_every=3, save_every=2, decode_every=0, max_new_tokens=20,
     )  # fmt: skip
     return TrainConfig(run=str(run), **(defaults | options))
@@ -49,15 +53,23 @@ def set_up(store, run, **options) -> Setup:
     return set_up_recipe(store, recipe(run, **options), make_mesh(devices=jax.devices()[:1]))
 
 
+def elsewhere(setup: Setup, run, **options) -> Setup:
+    """The setup with another folder and other options of what is told and kept; compiles nothing anew."""
+    config = dataclasses.replace(setup.config, run=str(run), **options)
+    Path(run).mkdir(parents=True, exist_ok=True)
+    return dataclasses.replace(setup, config=config)
+
+
 def set_up_recipe(store, config: TrainConfig, mesh: Mesh) -> Setup:
+    """What `prepare` would make of the recipe, with the answers of a store."""
     Path(config.run).mkdir(parents=True, exist_ok=True)
     target = tiny_target()
     target = dataclasses.replace(
         target, params=shard(target.params, mesh, sharding.TARGET.of(target.config))
     )
     taps = (*TAPS, LAST) if config.objective.needs_teacher else TAPS
-    examples = load_examples(store, taps)
-    held_out = {"held_out": load_examples(store, TAPS)[:2]}
+    examples = load_examples(Path(store), taps)
+    held_out = {"held_out": load_examples(Path(store), TAPS)[:2]}
     module = DFlashDraftModel(draft_config(target, config), config.remat)
     frequent = frequent_ids(examples, config.frequent)
     return Setup(config, target, module, make_optimizer(config), examples, held_out, frequent, mesh)
@@ -84,3 +96,30 @@ def timeless(rows: list[dict]) -> list[dict]:
     """Records without what the clock says."""
     clock = ("time", "labels_per_second", "tokens_per_second")
     return [{k: v for k, v in r.items() if k not in clock} for r in rows]
+
+
+def toml(config: TrainConfig) -> str:
+    """A recipe as TOML, whose scalars and lists are JSON's."""
+    lines = []
+    for name, value in dataclasses.asdict(config).items():
+        table = isinstance(value, dict)
+        text = ", ".join(f"{k} = {v}" for k, v in value.items()) if table else json.dumps(value)
+        lines.append(f"{name} = {{{text}}}" if table else f"{name} = {text}")
+    return "\n".join(lines)
+
+
+def events(folder: Path) -> list[tuple[str, int, float]]:
+    """(name, step, value) of every scalar in a folder's TensorBoard files."""
+    found = []
+    for path in folder.iterdir():
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (size,) = struct.unpack_from("<Q", data, at)
+            event = Event.FromString(data[at + 12 : at + 12 + size])
+            found += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+            at += size + 16
+    return sorted(found)
+
+
+def scalars_of(rows) -> list[tuple[str, int, float]]:
+    return sorted((name, r["step"], pytest.approx(v, rel=1e-6)) for r in rows for name, v in scalars(r))  # fmt: skip

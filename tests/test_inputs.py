@@ -6,9 +6,9 @@ from runs import set_up
 from train.inputs import make_step_input
 
 
-def test_a_steps_input_depends_on_the_step_alone(store, straight):
-    other = set_up(store, straight.config.run)
-    (a, ids_a), (b, ids_b), (c, _) = (make_step_input(s, n) for s, n in ((straight, 4), (other, 4), (other, 5)))  # fmt: skip
+def test_a_steps_input_depends_on_the_step_alone(store, tiny_setup):
+    other = set_up(store, tiny_setup.config.run)
+    (a, ids_a), (b, ids_b), (c, _) = (make_step_input(s, n) for s, n in ((tiny_setup, 4), (other, 4), (other, 5)))  # fmt: skip
     assert leaves_equal(a, b)
     assert np.array_equal(ids_a, ids_b)
     assert not np.array_equal(a.anchors, c.anchors)
@@ -28,9 +28,9 @@ def test_a_steps_labels_index_the_head_rows_of_their_tokens(store, tmp_path):
     assert set(whole) <= known
 
 
-def test_a_recipe_with_visible_prefixes_has_the_same_anchors_and_fewer_labels(store, straight):
-    other = set_up(store, straight.config.run, prefix_base=0.9)
-    plain, shown = (make_step_input(setup, 0)[0] for setup in (straight, other))
+def test_a_recipe_with_visible_prefixes_has_the_same_anchors_and_fewer_labels(store, tiny_setup):
+    other = set_up(store, tiny_setup.config.run, prefix_base=0.9)
+    plain, shown = (make_step_input(setup, 0)[0] for setup in (tiny_setup, other))
     np.testing.assert_array_equal(shown.anchors, plain.anchors)
     assert set(np.unique(shown.first)) == {2, 3}
     assert set(np.unique(plain.first)) == {1}

@@ -28,10 +28,32 @@ def test_overrides_stand_above_the_file_and_are_toml(tmp_path):
     assert config.prompts == {"code": 2}
 
 
+def test_an_override_of_one_entry_leaves_the_others_of_its_table(tmp_path):
+    path = write(tmp_path, 'run = "a"\nprompts = {chat = 5, math = 6}\n')
+    config = read_recipe(path, ["prompts.chat=10", "mixture.kl_divergence=0.5"])
+    assert config.prompts == {"chat": 10, "math": 6}
+    assert config.mixture == {"cross_entropy": 1.0, "kl_divergence": 0.5}
+    with pytest.raises(ValueError, match="steps="):
+        read_recipe(path, ["steps.x=5"])
+    with pytest.raises(ValueError, match=r"unknown keys prompt \(did you mean prompts\?\)"):
+        read_recipe(path, ["prompt.chat=10"])
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("stepps = 5", "unknown keys stepps"),
+        ("stepps = 5", r"unknown keys stepps \(did you mean steps\?\)"),
+        ("qqq = 5", "unknown keys qqq$"),
+        ("target_layer_ids = [1, 1]", "target_layer_ids=.* must be a list of different layers"),
+        ("max_new_tokens = 255", "response_size=256 leaves no room before self.max_new_tokens=255"),
+        ("sequence_size = 8", "sequence_size=8 must be more than self.block_size=8"),
+        ('optimizer = "sgd"', "optimizer='sgd' must be adamw or muon"),
+        ('schedule = "step"', "schedule='step' must be cosine or linear or constant"),
+        ("ema = 1.0", r"ema=1\.0 must be less than 1"),
+        ("muon_momentum = 1.0", r"muon_momentum=1\.0 must be less than 1"),
+        ("decode_every = -1", "decode_every=-1 must be an integer, at least 0"),
+        ("decode_prompts = 0", "decode_prompts=0 must be an integer, at least 1"),
+        ("keep = 0", "keep=0 must be an integer, at least 1"),
         ("steps = 0", "steps=0 must be an integer, at least 1"),
         ("steps = 10.0", r"steps=10\.0 must be an integer"),
         ("steps = true", "steps=True"),
@@ -42,7 +64,7 @@ def test_overrides_stand_above_the_file_and_are_toml(tmp_path):
         ("gamma = 0", "gamma=0"),
         ("clip = nan", "clip=nan"),
         ("b2 = 1.0", r"b2=1\.0 must be less than 1"),
-        ("target_layer_ids = 3", "target_layer_ids=3 must be a list of layers"),
+        ("target_layer_ids = 3", "target_layer_ids=3 must be a list of different layers"),
         ("target_layer_ids = [1, -1]", "target_layer_ids"),
         ("mixture = {l2 = 1.0}", "mixture=.*cross_entropy"),
         ("mixture = {}", "mixture"),

@@ -1,100 +1,126 @@
+"""Runs that are killed or asked to end, in processes of their own, against runs in one go."""
+
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
-import jax.numpy as jnp
+import jax
+import numpy as np
 import pytest
-from fakes import leaves_equal
-from runs import checkpoint, records, set_up, timeless
-
-import train.run
-from train.setup import Setup
-
-
-class Killed(BaseException):
-    """Ends a run as a signal would."""
-
-
-def train_until(setup: Setup, step: int, monkeypatch, *, at: str = "make_step_input"):
-    """Trains until `step` steps are done and the next one starts."""
-    real = getattr(train.run, at)
-
-    def kill(setup, number, *args):
-        if number == step:
-            raise Killed
-        return real(setup, number, *args)
-
-    monkeypatch.setattr(train.run, at, kill)
-    with pytest.raises(Killed):
-        train.run.train(setup)
-    monkeypatch.undo()
-
-
-def test_a_resumed_run_is_the_straight_run_bit_for_bit(store, straight, tmp_path, monkeypatch):
-    """Killed after step 3: step 3, evaluation and export included, comes twice."""
-    train_until(set_up(store, tmp_path, decode_every=2), 3, monkeypatch)
-    assert [r["step"] for r in records(tmp_path)] == [1, 2, 3]
-    resumed = set_up(store, tmp_path, decode_every=2)
-    train.run.train(resumed)
-    a, b = checkpoint(straight, 6), checkpoint(resumed, 6)
-    assert int(a.step) == int(b.step) == 6
-    assert leaves_equal(a, b)
-    assert not leaves_equal(a.params, checkpoint(straight, 4).params)
-    runs = [s.config.run for s in (straight, resumed)]
-    assert timeless(records(runs[0])) == timeless(records(runs[1]))
-    samples = [(Path(run) / "samples.jsonl").read_bytes() for run in runs]
-    assert samples[0] == samples[1] != b""
-    drafts = [(Path(s.config.run) / "draft/model.safetensors").read_bytes() for s in (straight, resumed)]  # fmt: skip
-    assert drafts[0] == drafts[1]
-
-
-def test_a_finished_run_has_nothing_left_to_do(store, straight):
-    before = (Path(straight.config.run) / "metrics.jsonl").read_bytes()
-    train.run.train(set_up(store, straight.config.run))
-    assert (Path(straight.config.run) / "metrics.jsonl").read_bytes() == before
-
-
-SAVE_AND_DIE = """
-import os, sys, threading
-import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
-import orbax.checkpoint._src.path.atomicity as atomicity
+from runs import recipe, records, timeless, toml
 
-run, die = sys.argv[1], sys.argv[2] == "die"
-policy = ocp.training.preservation_policies.LatestN(2)
-with ocp.training.Checkpointer(run, preservation_policy=policy, cleanup_tmp_directories=True) as c:
-    print("latest", None if c.latest is None else c.latest.step, flush=True)
-    if not die:
-        c.save(3, {"w": jnp.full((4,), 3.0)})
-    else:
-        # Killed after the arrays are on disk and before the step gets its name.
-        for name in ("AtomicRenameTemporaryPath", "CommitFileTemporaryPath"):
-            async def finalize(self, *a, **k):
-                os.kill(os.getpid(), 9)
-            getattr(atomicity, name).finalize = finalize
-        c.save(6, {"w": jnp.full((4,), 6.0)})
-        print("survived", flush=True)
-"""
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parent.parent
+OPTIONS = dict(steps=10, save_every=1, evaluate_every=5, ema=0.9, optimizer="muon", mixture={"kl_divergence": 1.0})  # fmt: skip
 
 
-def test_a_kill_during_a_save_leaves_the_older_checkpoint_in_use(tmp_path):
-    from orbax.checkpoint import v1 as ocp
+@pytest.fixture(scope="module")
+def start(store, tmp_path_factory):
+    """Runs the tiny recipe in a folder, in a process that finds the compiled programs of earlier ones."""
+    cache = tmp_path_factory.mktemp("programs")
 
-    def process(mode):
-        command = [sys.executable, "-c", SAVE_AND_DIE, str(tmp_path / "c"), mode]
-        env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    def start(run: Path, *options: str, devices: int = 1):
+        file = run.with_suffix(".toml")
+        file.write_text(toml(recipe(run, **OPTIONS)))
+        command = [sys.executable, str(ROOT / "tests/tiny_run.py"), str(store), str(file), *options]
+        env = {
+            **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        }  # fmt: skip
         return subprocess.run(command, capture_output=True, text=True, env=env)
 
-    first = process("live")
-    assert first.returncode == 0, first.stderr
-    second = process("die")
-    assert second.returncode == -9, second.stdout + second.stderr
-    assert "latest 3" in second.stdout
-    assert len(list((tmp_path / "c").iterdir())) == 2, "the killed save left nothing: too early"
-    with ocp.training.Checkpointer(tmp_path / "c", cleanup_tmp_directories=True) as c:
-        assert c.latest.step == 3
-        assert c.load(c.latest.step, {"w": jnp.zeros(4)})["w"].tolist() == [3.0] * 4
-        c.save(6, {"w": jnp.full((4,), 7.0)})
-        assert c.latest.step == 6
-    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["3", "6"]
+    return start
+
+
+@pytest.fixture(scope="module")
+def straight_run(start, tmp_path_factory):
+    """Ten steps in one go."""
+    run = tmp_path_factory.mktemp("runs") / "straight"
+    done = start(run)
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+@pytest.fixture(scope="module")
+def killed_run(start, straight_run):
+    """Five steps, and killed by SIGKILL while the sixth is being saved."""
+    run = straight_run.with_name("killed")
+    done = start(run, "die-in-save=6")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert latest(run) == 5
+    assert len(records(run)) == 6, "the step had been recorded"
+    names = {p.name for p in (run / "checkpoints").iterdir()}
+    assert len(names) == 3, f"the killed save left nothing, it was too early: {names}"
+    return run
+
+
+def latest(run: Path) -> int:
+    return max(int(p.name) for p in (run / "checkpoints").iterdir() if p.name.isdecimal())
+
+
+def state_of(run: Path):
+    """Everything in the last checkpoint, as Orbax reads it without being told what to expect."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sharding info not provided")
+        return ocp.load(str(run / "checkpoints/10"))
+
+
+def compare(a: Path, b: Path, close) -> None:
+    """Checkpoints, metrics and, where they must be the same bits, exports of two finished runs."""
+    x, y = state_of(a), state_of(b)
+    assert {"average", "mu", "params"} <= set(re.findall(r"\w+", str(jax.tree.structure(x))))
+    jax.tree.map(close, x, y)
+    assert [r["step"] for r in records(b)] == list(range(1, 11))
+    if close is np.testing.assert_array_equal:
+        assert timeless(records(a)) == timeless(records(b))
+        drafts = [(run / "draft/model.safetensors").read_bytes() for run in (a, b)]
+        assert drafts[0] == drafts[1]
+
+
+def test_a_run_killed_during_a_save_goes_on_bit_for_bit(start, straight_run, killed_run):
+    run = Path(shutil.copytree(killed_run, killed_run.with_name("resumed")))
+    done = start(run)
+    assert done.returncode == 0, done.stderr
+    compare(straight_run, run, np.testing.assert_array_equal)
+    assert all(p.name.isdecimal() for p in (run / "checkpoints").iterdir())
+
+
+def test_the_second_half_may_run_on_another_number_of_devices(start, straight_run, killed_run):
+    run = Path(shutil.copytree(killed_run, killed_run.with_name("devices")))
+    done = start(run, devices=4)
+    assert done.returncode == 0, done.stderr
+    assert len(records(run)) == 10
+
+    def close(x, y):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
+
+    compare(straight_run, run, close)
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_signal_lets_the_step_end_saves_it_and_exits(start, straight_run, name, code):
+    run = straight_run.with_name(name)
+    done = start(run, f"signals=4:{name}", "save_every=100")
+    assert done.returncode == code, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "interrupted" in line]
+    assert line == f"interrupted by {name} after step 4, which is saved; the same command goes on"
+    assert latest(run) == 4
+    assert len(records(run)) == 4
+    done = start(run, "save_every=100")
+    assert done.returncode == 0, done.stderr
+    compare(straight_run, run, np.testing.assert_array_equal)
+
+
+def test_a_second_signal_ends_the_run_at_once(start, straight_run):
+    run = straight_run.with_name("twice")
+    done = start(run, "signals=4:SIGTERM,SIGTERM")
+    assert done.returncode == -signal.SIGTERM
+    assert latest(run) == 3
+    assert len(records(run)) == 3

@@ -1,8 +1,11 @@
 import dataclasses
 import functools
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -10,13 +13,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fakes import leaves_equal
-from runs import TARGET, begin, checkpoint, recipe, records, set_up
+from runs import (
+    TARGET,
+    begin,
+    checkpoint,
+    elsewhere,
+    events,
+    recipe,
+    records,
+    scalars_of,
+    set_up,
+    timeless,
+    toml,
+)
 from training import tiny_target
 
 import train.run
 from dflash_jax.checkpoint import keys, orbax
 from dflash_jax.pair import load_draft
 from train import restore
+from train.checkpoints import NOT_RANKED, find_checkpoint, measured, rank
 from train.draft import export
 from train.inputs import make_step_input
 from train.restore import read_draft
@@ -25,6 +41,89 @@ from train.step import block_hidden
 from train.warm_start import fold_scale
 
 ROOT = Path(__file__).parent.parent
+
+
+class Killed(BaseException):
+    """Ends a run as a signal would."""
+
+
+def in_step(step: int, act, monkeypatch):
+    """Has `act` called while a step is in flight."""
+
+    def acting(setup, number):
+        if number == step - 1:
+            act()
+        return make_step_input(setup, number)
+
+    monkeypatch.setattr(train.run, "make_step_input", acting)
+
+
+def same_end(a, b) -> bool:
+    """Whether two finished runs left the same."""
+    assert leaves_equal(checkpoint(a, 6), checkpoint(b, 6))
+    assert timeless(records(a.config.run)) == timeless(records(b.config.run))
+    for file in ("samples.jsonl", "draft/model.safetensors"):
+        left, right = ((Path(s.config.run) / file).read_bytes() for s in (a, b))
+        assert left == right != b""
+    return True
+
+
+def test_a_resumed_run_is_the_straight_run_bit_for_bit(straight, tmp_path, monkeypatch):
+    """Killed after step 3: step 3, evaluation and export included, comes twice."""
+
+    def kill():
+        raise Killed
+
+    in_step(4, kill, monkeypatch)
+    setup = elsewhere(straight, tmp_path)
+    with pytest.raises(Killed):
+        train.run.train(setup)
+    monkeypatch.undo()
+    assert [r["step"] for r in records(tmp_path)] == [1, 2, 3]
+    train.run.train(setup)
+    assert same_end(straight, setup)
+    assert not leaves_equal(checkpoint(setup, 6).params, checkpoint(setup, 4).params)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_lets_the_step_end_saves_it_and_exits(
+    straight, tmp_path, monkeypatch, name, capsys
+):
+    """In step 5, which is neither evaluated nor to be saved."""
+    number = signal.Signals[name]
+    before = signal.getsignal(number)
+    in_step(5, lambda: os.kill(os.getpid(), number), monkeypatch)
+    monkeypatch.setattr(train.run, "prepare", lambda config: elsewhere(straight, config.run))
+    setup, file = elsewhere(straight, tmp_path), tmp_path / "recipe.toml"
+    file.write_text(toml(setup.config))
+    assert train.run.main([str(file)]) == 128 + number
+    line = f"interrupted by {name} after step 5, which is saved; the same command goes on"
+    assert line in capsys.readouterr().err.splitlines()
+    assert signal.getsignal(number) is before
+    assert [r["step"] for r in records(tmp_path)] == [1, 2, 3, 4, 5]
+    monkeypatch.setattr(train.run, "make_step_input", make_step_input)
+    assert train.run.main([str(file)]) == 0
+    assert same_end(straight, setup)
+
+
+def test_a_signal_before_the_first_step_ends_the_preparation_at_once(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "recipe.toml"
+    file.write_text(toml(recipe(tmp_path / "run")))
+
+    def prepare(config):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+        raise AssertionError("went on")
+
+    monkeypatch.setattr(train.run, "prepare", prepare)
+    assert train.run.main([str(file)]) == 143
+    assert capsys.readouterr().err == "interrupted by SIGTERM; the same command goes on\n"
+
+
+def test_a_finished_run_has_nothing_left_to_do(straight):
+    before = (Path(straight.config.run) / "metrics.jsonl").read_bytes()
+    train.run.train(straight)
+    assert (Path(straight.config.run) / "metrics.jsonl").read_bytes() == before
 
 
 def test_every_step_is_in_the_metrics_with_its_numbers(straight):
@@ -54,9 +153,40 @@ def test_rows_without_an_anchor_are_counted_and_do_no_harm(straight):
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
-def test_only_the_two_latest_checkpoints_are_kept(straight):
-    names = sorted(p.name for p in (Path(straight.config.run) / "checkpoints").iterdir())
-    assert names == ["4", "6"]
+def test_a_runs_events_are_its_metrics(straight):
+    run = Path(straight.config.run)
+    rows = records(run)
+    names = {name for name, _, _ in events(run / "tensorboard")}
+    assert {"loss", "learning_rate", "decoded/held_out", "gap/held_out"} <= names
+    assert not {"step", "time"} & names
+    assert events(run / "tensorboard") == scalars_of(rows)
+
+
+def test_the_latest_checkpoints_and_the_best_are_kept_and_found_by_name(
+    straight, tmp_path, monkeypatch
+):
+    """Acceptance falls from step 2 on: the best is neither of the latest two."""
+    scores = iter((3.0, 2.0, 1.5))
+    monkeypatch.setattr(train.run, "teacher_forced", lambda *_: next(scores))
+    setup = elsewhere(straight, tmp_path, decode_every=0, evaluate_every=2, save_every=1)
+    train.run.train(setup)
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == ["2", "5", "6"]
+    assert [find_checkpoint(tmp_path, n).name for n in ("best", "latest", 5)] == ["2", "6", "5"]
+    exported, best = load_draft(tmp_path / "draft", TARGET), read_draft(tmp_path, "best")
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), best.params)
+    assert leaves_equal(exported.params, rounded)
+    with pytest.raises(ValueError, match="not second"):
+        find_checkpoint(tmp_path, "second")
+
+
+def test_the_best_is_the_best_decoded_one_where_one_was_decoded():
+    forced, decoded = {"acceptance_length": 5.0}, {"acceptance_length": 5.0, "decoded": 2.0}
+    assert rank(decoded) > rank(forced) > NOT_RANKED
+    assert rank(decoded) < rank({"acceptance_length": 1.0, "decoded": 2.1})
+    record = {"acceptance_length": {"held_out": 2.0, "gsm8k": 9.0}, "decoded": {"gsm8k": 3.0}}
+    assert measured(record) == {"acceptance_length": 2.0}
+    assert measured({"loss": 1.0}) is None
 
 
 def test_the_loss_falls_on_a_set_that_can_be_learnt_by_heart(store, tmp_path):
@@ -134,7 +264,9 @@ def test_a_run_can_start_from_a_draft(straight, store, tmp_path):
     folded = fold_scale(state.params, state.feature_scale)
     given = load_draft(folder, TARGET, dtype=jnp.float32).params
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8), folded, given)
-    with pytest.raises(ValueError, match=r"init=.* block_size=4, not 3"):
+    with pytest.raises(
+        ValueError, match=r"init=.* has block_size=4, but the recipe says block_size=3"
+    ):
         set_up(store, tmp_path / "run", init=str(folder), block_size=3)
 
 

@@ -21,16 +21,16 @@ def test_the_feature_scale_is_one_over_the_rms_without_first_and_last_position(s
     np.testing.assert_allclose(feature_scale(spiked), feature_scale(examples), rtol=1e-5)
 
 
-def test_a_warm_start_passes_the_last_tap_through_fc(straight):
-    state = begin(straight)
+def test_a_warm_start_passes_the_last_tap_through_fc(tiny_setup):
+    state = begin(tiny_setup)
     features = np.random.default_rng(0).standard_normal(64).astype(np.float32)
     through = state.params["fc"]["weight"] @ (features * state.feature_scale)
     np.testing.assert_allclose(through, features[-32:], rtol=1e-5, atol=1e-6)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
 
 
-def test_a_warm_start_needs_layers_of_the_targets_shape(straight):
-    config = dataclasses.replace(straight.module.config, intermediate_size=40)
+def test_a_warm_start_needs_layers_of_the_targets_shape(tiny_setup):
+    config = dataclasses.replace(tiny_setup.module.config, intermediate_size=40)
     params = random_params(config, jax.random.key(0))
     with pytest.raises(ValueError, match="shape"):
-        warm_start(params, TARGET.params, config, np.ones(64), straight.examples)
+        warm_start(params, TARGET.params, config, np.ones(64), tiny_setup.examples)

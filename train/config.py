@@ -1,15 +1,17 @@
 """A training recipe: one frozen value, read from TOML."""
 
 import dataclasses
+import difflib
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from dflash_jax.config import WINDOW_RULES, DFlash2, Domino, DSpark, Head, WindowRule
 from dflash_jax.sharding import AXES
 from train.chat import Thinking, TooLong, Turns
+from train.init import SHAPE, init_config
 from train.losses import LOSSES, Objective
 from train.prompts import KINDS
 
@@ -30,7 +32,8 @@ class TrainConfig:
         features: "stored": the target's taps are computed once, into the run's folder; "online": by the
             target in each step; else the folder of a store made by `train.features`, which is the data too.
         responses: Shard of earlier responses of the target, whose prompts are not answered again.
-        init: Draft to start from, in any readable dialect; empty for the target's last layers.
+        init: Draft to start from, in any readable dialect, which decides the draft's shape; empty for the
+            target's last layers.
         target_layer_ids: Taps.
         prompts: Prompts to build a kind.
         rows, refill, response_size, max_new_tokens: See `regenerate.regenerate`.
@@ -173,6 +176,10 @@ class TrainConfig:
             raise ValueError(f"{self.rows=} must be a multiple of {self.refill=}")
         if self.data and self.features not in ("stored", "online"):
             raise ValueError(f"{self.data=} and {self.features=} both name what to train on")
+        if self.max_new_tokens + 1 >= self.response_size:
+            raise ValueError(f"{self.response_size=} leaves no room before {self.max_new_tokens=}")
+        if self.sequence_size <= self.block_size:
+            raise ValueError(f"{self.sequence_size=} must be more than {self.block_size=}")
 
     @property
     def objective(self) -> Objective:
@@ -256,9 +263,12 @@ def _faults(field: dataclasses.Field, value: Any) -> Iterator[str]:
     if name == "head" and not isinstance(value, Mapping):
         yield f"{name}={value!r} must be a table"
     if name == "target_layer_ids" and not (
-        isinstance(value, tuple) and value and all(type(i) is int and i >= 0 for i in value)
+        isinstance(value, tuple)
+        and value
+        and all(type(i) is int and i >= 0 for i in value)
+        and len({*value}) == len(value)
     ):
-        yield f"{name}={value!r} must be a list of layers"
+        yield f"{name}={value!r} must be a list of different layers"
     if name == "mesh" and not (
         isinstance(value, Mapping)
         and set(value) <= set(AXES)
@@ -281,22 +291,51 @@ def _is_number(value: Any) -> bool:
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Reads a TOML recipe; `key=value` overrides are TOML too and replace tables as a whole.
+    """Reads a TOML recipe; what it does not say of the draft's shape comes from its `init`, if it has one.
+
+    Args:
+        path: The TOML file.
+        overrides: `key=value`, TOML too. A table replaces the file's as a whole, `table.key=value` one
+            entry of it.
 
     Raises:
-        ValueError: For an unreadable file, an unknown or missing key, or a value out of bounds.
+        ValueError: For an unreadable file, an unknown or missing key, a value out of bounds, or an
+            `init` that cannot be read or has another shape than the recipe says.
     """
     try:
         values: dict[str, Any] = tomllib.loads(path.read_text())
         for item in overrides:
-            values.update(tomllib.loads(item if "=" in item else f"{item} = "))
+            _override(values, item)
     except (OSError, ValueError) as e:  # ValueError: no TOML, or no UTF-8
         raise ValueError(f"recipe {path}: {e}") from e
     fields = {f.name for f in dataclasses.fields(TrainConfig)}
-    unknown = sorted(values.keys() - fields)
-    if unknown:
-        raise ValueError(f"recipe {path}: unknown keys {', '.join(unknown)}")
+    if unknown := sorted(values.keys() - fields):
+        raise ValueError(
+            f"recipe {path}: unknown keys {', '.join(_nearest(k, fields) for k in unknown)}"
+        )
     if "run" not in values:
         raise ValueError(f"recipe {path}: run, the folder of the run, is missing")
     given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-    return TrainConfig(**given)
+    config = TrainConfig(**given)
+    if not config.init:
+        return config
+    start = init_config(given)
+    return dataclasses.replace(config, **{k: getattr(start, k) for k in SHAPE})
+
+
+def _override(values: dict[str, Any], item: str) -> None:
+    """Puts a `key=value` in; of `table.key=value` the table's other entries stay, the defaults' too."""
+    given = tomllib.loads(item if "=" in item else f"{item} = ")
+    if "." in item.partition("=")[0]:
+        defaults = TrainConfig(run="")
+        for name, part in given.items():
+            table = values.get(name, getattr(defaults, name, None))
+            if isinstance(table, Mapping) and isinstance(part, Mapping):
+                given[name] = {**table, **part}
+    values.update(given)
+
+
+def _nearest(key: str, known: Iterable[str]) -> str:
+    """An unknown key, and the known one that it may stand for."""
+    near = difflib.get_close_matches(key, known, n=1)
+    return f"{key} (did you mean {near[0]}?)" if near else key

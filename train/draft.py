@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dflash_jax.checkpoint import hf, orbax
+from dflash_jax.checkpoint import orbax
 from dflash_jax.checkpoint.export import DIALECTS, Dialect, draft_json, save_draft
-from dflash_jax.config import DraftConfig, RopeConfig
-from dflash_jax.pair import Target, load_draft, open_draft, read_draft_config
+from dflash_jax.checkpoint.orbax import Header
+from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
+from dflash_jax.pair import Target, check_pair, load_draft
 from dflash_jax.sharding import DRAFT, gathered, place
 from train.config import TrainConfig
+from train.init import check_said, init_config
 from train.mesh import is_first
 from train.optimizer import trained_params
 from train.step import TrainState, whole
@@ -24,21 +26,35 @@ from train.store import Example
 from train.vocabulary import count_tokens, frequent_vocabulary, offsets
 from train.warm_start import feature_scale, fold_scale, random_params, warm_start
 
+_MAYBE_SAID = (
+    "layer_types", "sliding_window", "is_causal", "window_rule", "sample_from_anchor", "head", "draft_vocab_size",
+    "own_embedding", "own_head",
+)  # fmt: skip
 
-def draft_config(target: Target, config: TrainConfig) -> DraftConfig:
-    """The draft to start from, or one of the target's own shape, with Qwen3's query and key norms.
+
+def draft_config(target: Target | Header[TargetConfig], config: TrainConfig) -> DraftConfig:
+    """The shape of the recipe's `init`; without one the target's own, with Qwen3's query and key norms.
+
+    Args:
+        target: A whole one is not needed: its parameters are not looked at.
+        config: The recipe.
 
     Raises:
-        ValueError: If the draft to start from is another target's, or the recipe describes another.
+        ValueError: If the recipe's keys contradict its `init`, that cannot be read, or the draft would
+            not be one for the target.
     """
-    if config.init:
-        return _starting_config(target, config)
-    return described_config(target, config)
-
-
-def described_config(target: Target, config: TrainConfig) -> DraftConfig:
-    """The draft that the recipe describes."""
     c = target.config
+    draft = _like(c, config)
+    if config.init:
+        unsaid, described = TrainConfig(run=config.run), vars(draft)
+        draft = init_config(vars(config), c.num_hidden_layers)
+        said = [k for k in _MAYBE_SAID if getattr(config, k) != getattr(unsaid, k)]
+        check_said(config.init, draft, {k: described[k] for k in said})
+    check_pair(c, target.stop_token_ids, draft, target.pad_token_id)
+    return draft
+
+
+def _like(c: TargetConfig, config: TrainConfig) -> DraftConfig:
     return DraftConfig(
         hidden_size=c.hidden_size,
         intermediate_size=c.intermediate_size,
@@ -67,30 +83,6 @@ def described_config(target: Target, config: TrainConfig) -> DraftConfig:
     )
 
 
-_ALWAYS_SAID = ("num_hidden_layers", "block_size", "mask_token_id", "target_layer_ids")
-_MAYBE_SAID = (
-    "layer_types", "sliding_window", "is_causal", "window_rule", "sample_from_anchor", "head", "draft_vocab_size",
-    "own_embedding", "own_head",
-)  # fmt: skip
-
-
-def _starting_config(target: Target, config: TrainConfig) -> DraftConfig:
-    """That of the draft to start from; its tensors are not read."""
-    path = hf.resolve(config.init)
-    start = read_draft_config(path, num_target_layers=target.config.num_hidden_layers)
-    start = open_draft(path, start)[0].config
-    described, unsaid = described_config(target, config), TrainConfig(run=config.run)
-    said = [k for k in _MAYBE_SAID if getattr(config, k) != getattr(unsaid, k)]
-    other = [
-        f"{k}={getattr(start, k)!r}, not {getattr(described, k)!r} as in the recipe"
-        for k in (*_ALWAYS_SAID, *said)
-        if getattr(start, k) != getattr(described, k)
-    ]
-    if other:
-        raise ValueError(f"init={config.init!r} has {'; '.join(other)}")
-    return start
-
-
 def draft_vocabulary(target: Target, draft: DraftConfig, examples: Sequence[Example]) -> np.ndarray:
     """The ids that a draft with a reduced vocabulary gets: the stop ids and the responses' most frequent."""
     responses = (e.tokens[e.supervised] for e in examples)
@@ -106,12 +98,17 @@ def first_state(
     optimizer: optax.GradientTransformation,
     examples: Sequence[Example],
 ) -> TrainState:
-    """Step 0: the recipe's draft, or the target's last layers as one; the optimizer's moments at zero."""
+    """Step 0: the recipe's draft, or the target's last layers as one; the optimiser's moments at zero.
+
+    Raises:
+        ValueError: If the recipe's draft is another target's.
+    """
     width = len(draft.target_layer_ids) * draft.hidden_size
     taps = [dataclasses.replace(e, features=e.features[:, :width]) for e in examples[:64]]
     scale = feature_scale(taps)
     if config.init:
-        start = load_draft(config.init, target, dtype="float32")
+        ids = draft.target_layer_ids
+        start = load_draft(config.init, target, target_layer_ids=ids, dtype="float32")
         params = fold_scale(start.params, 1 / scale)
         d2t = params.pop("d2t", None)
     else:

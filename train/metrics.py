@@ -93,14 +93,14 @@ class Log:
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(),
-            BarColumn(),
+            BarColumn(bar_width=10),
             TextColumn("{task.fields[note]}"),
             TimeRemainingColumn(),
         )
         err = Console(stderr=True)
-        self._progress = Progress(
-            *columns, console=err, disable=not (err.is_terminal and is_first())
-        )
+        # Lines on a stdout that goes elsewhere must not be taken to where the bar is.
+        shown = err.is_terminal and is_first()
+        self._progress = Progress(*columns, console=err, disable=not shown, redirect_stdout=False)
         self._task = self._progress.add_task("", total=config.steps, completed=first, note="")
         self._since, self._first = time.perf_counter(), first
 
@@ -120,15 +120,21 @@ class Log:
         record = {**record, "time": time.time()}
         append(self._file, [record])
         add_events(self._events, record)
-        step, out, note = record["step"], Console(), one_line(record)
-        self._progress.update(self._task, advance=1, note=note)
+        step, out = record["step"], Console()
+        elsewhere = not out.is_terminal
+        self._progress.update(
+            self._task, advance=1, note=f"loss {record['loss']:.2f} {_rates(record)}"
+        )
         if "acceptance_length" in record:
             self._events.flush()
-            say_evaluation(out, record)
-        if not out.is_terminal and step % self._config.log_every == 0:
+            # Beside the bar only the bar's own console can write.
+            say_evaluation(
+                out if elsewhere or self._progress.disable else self._progress.console, record
+            )
+        if elsewhere and step % self._config.log_every == 0:
             done = (time.perf_counter() - self._since) / (step - self._first)
             left = datetime.timedelta(seconds=round(done * (self._config.steps - step)))
-            print(f"step {step}/{self._config.steps} {note} {left} left", flush=True)
+            print(f"step {step}/{self._config.steps} {one_line(record)} {left} left", flush=True)
 
     def show(self, samples: Sequence[Record]) -> None:
         """Keeps decoded prompts, and shows them on stderr."""
@@ -161,16 +167,20 @@ def add_events(writer: Any, record: Record) -> None:
 def sample_text(sample: Record) -> str:
     """A sample to read: its text, cut where the rounds end."""
     mean = sum(sample["rounds"]) / max(len(sample["rounds"]), 1)
-    head = f"step {sample['step']} {sample['set']} {sample['id']}: {mean:.2f} tokens a round"
+    head = f"step {sample['step']} {sample['set']} {sample['id']}: {mean:.2f} tokens a round {sample['rounds']}"
     return f"{head}\n{'|'.join(sample['pieces'])}\n"
 
 
 def one_line(record: Record) -> str:
-    """A step's values, for the progress bar and for a stdout that is no terminal."""
+    """A step's values in words."""
     return (
-        f"loss {record['loss']:.3f} accuracy {record['accuracy']:.3f} rate {record['learning_rate']:.2e} "
-        f"{record['labels_per_second']:.0f} labels/s {record['tokens_per_second']:.0f} tokens/s"
+        f"loss {record['loss']:.3f} accuracy {record['accuracy']:.3f} "
+        f"rate {record['learning_rate']:.2e} {_rates(record)}"
     )
+
+
+def _rates(record: Record) -> str:
+    return f"{record['labels_per_second']:.0f} labels/s {record['tokens_per_second']:.0f} tokens/s"
 
 
 def say_evaluation(console: Console, record: Record) -> None:

@@ -32,9 +32,13 @@ def make_schedule(config: TrainConfig) -> Schedule:
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Clipping, the recipe's optimiser, and the parameters' average where `ema` asks for one."""
+    clip = optax.clip_by_global_norm(config.clip)
     rule = _OPTIMIZERS[config.optimizer](config, make_schedule(config))
-    average = [keep_average(config.ema)] if config.ema else []
-    return optax.chain(optax.clip_by_global_norm(config.clip), rule, *average)
+    if not config.ema:
+        return optax.chain(clip, rule)
+    average = keep_average(config.ema)
+    # Named, so that a checkpoint's average has a path by which it is read alone.
+    return optax.named_chain(("clip", clip), ("rule", rule), ("behind", average))
 
 
 def _adamw(config: TrainConfig, schedule: Schedule) -> optax.GradientTransformation:

@@ -6,7 +6,6 @@ A run exports its best draft by itself; this writes that of any checkpoint which
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,8 +20,8 @@ from train.checkpoints import find_checkpoint
 from train.draft import write_draft
 from train.warm_start import fold_scale
 
-_PARAMS, _SCALE = re.compile("params/"), "feature_scale"  # of step.TrainState
-_AVERAGE = re.compile("opt_state/.*average/")  # of optimizer.AverageState
+_PARAMS, _SCALE = "params/", "feature_scale"  # of step.TrainState
+_AVERAGE = "opt_state/behind/average/"  # of optimizer.make_optimizer
 
 
 def read_draft(run: str | Path, step: int | str = "latest") -> Draft:
@@ -39,8 +38,8 @@ def read_draft(run: str | Path, step: int | str = "latest") -> Draft:
     """
     folder = find_checkpoint(run, step)
     stored = orbax.read_shapes(folder)
-    prefix = _AVERAGE if any(map(_AVERAGE.match, stored)) else _PARAMS
-    wanted = {p: x for p, x in stored.items() if prefix.match(p) or p in (_SCALE, "d2t")}
+    prefix = _AVERAGE if any(p.startswith(_AVERAGE) for p in stored) else _PARAMS
+    wanted = {p: x for p, x in stored.items() if p.startswith(prefix) or p in (_SCALE, "d2t")}
     metadata: Any = ocp.metadata(str(folder.absolute())).custom_metadata
     try:
         config = orbax.config_of(DraftConfig, metadata["draft"])
@@ -48,7 +47,7 @@ def read_draft(run: str | Path, step: int | str = "latest") -> Draft:
         scale = leaves.pop(_SCALE)
     except (KeyError, TypeError) as e:
         raise ValueError(f"{folder} is no checkpoint of a draft's training: it lacks {e}") from e
-    own = {prefix.sub("", path): leaf for path, leaf in leaves.items()}
+    own = {path.removeprefix(prefix): leaf for path, leaf in leaves.items()}
     params = keys.build(keys.checked(own.items(), config, folder), own)
     return Draft(config, fold_scale(params, scale), folder)
 

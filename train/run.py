@@ -76,10 +76,13 @@ def evaluate_all(
         return values, {}
     decoded = decode_sets(setup, state)
     values["decoded"] = {name: d.acceptance_length for name, d in decoded.items()}
-    values["gap"] = {
-        name: teacher_forced(setup, state, d.examples) - d.acceptance_length
-        for name, d in decoded.items()
-    }
+    values["gap"] = {}
+    for name, d in decoded.items():
+        whole = len(d.examples) == len(sets[name])
+        forced = (
+            values["acceptance_length"][name] if whole else teacher_forced(setup, state, d.examples)
+        )
+        values["gap"][name] = forced - d.acceptance_length
     return values, decoded
 
 
@@ -104,6 +107,7 @@ def _train(setup: Setup, stop: Callable[[], int | None]) -> None:
     schedule, rates = make_schedule(config), metrics.Rates()
     with open_checkpoints(config) as checkpoints:
         state = first_state(config, setup.target, draft, setup.optimizer, setup.examples)
+        state = jax.device_put(state, jax.devices()[0])  # as a loaded one is: one program for both
         if checkpoints.latest is not None:
             state = checkpoints.load(checkpoints.latest.step, state)
         first = int(state.step)
@@ -189,7 +193,10 @@ def keep_recipe(config: TrainConfig) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m train.run", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m train.run", description=__doc__.split("\n")[0],
+        epilog="Exits with 0 when done, 1 for an error, 143 (SIGTERM) or 130 (SIGINT) when interrupted and saved.",
+    )  # fmt: skip
     parser.add_argument("recipe", type=Path, help="TOML file, see train/config.py for the keys")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to change")
     args = parser.parse_args(argv)

@@ -68,9 +68,11 @@ def prepare(config: TrainConfig, mesh: Mesh) -> Setup:
     """Makes what the recipe needs and is not there yet: prompts, responses, features."""
     run = Path(config.run)
     source = hf.resolve(config.target) if config.target else embedded_target()
-    rules = TARGET.of(open_target(source)[0].config)
+    header, _ = open_target(source)
+    draft = draft_config(header, config)  # checked before any tensor is read
+    module = DFlashDraftModel(draft, config.remat)
+    rules = TARGET.of(header.config)
     target = load_target(source, sharding=placement(mesh, rules))
-    module = DFlashDraftModel(draft_config(target, config), config.remat)
     origin = origin_of(target, load_tokenizer(target))
     documents, report = _documents(config, target)
     if is_first():  # alone, so with a target of its own where there are others
