@@ -31,7 +31,7 @@ from dflash_jax.checkpoint import keys
 from dflash_jax.checkpoint.export import save_draft, save_target
 from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
 from dflash_jax.models.draft import DFlashDraftModel
-from train.losses import Objective
+from train.objective import Objective
 from train.step import TrainState, make_blocks, train_step
 from train.warm_start import random_params
 

@@ -34,7 +34,7 @@ def steps(mesh) -> dict:
     from dflash_jax.sharding import VOCABULARY as BY_ID
     from train.anchors import sample_anchors
     from train.config import TrainConfig
-    from train.losses import Objective
+    from train.objective import Objective
     from train.optimizer import make_optimizer
     from train.step import TrainState, make_blocks, train_step
 

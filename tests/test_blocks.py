@@ -21,7 +21,7 @@ from dflash_jax.pair import load_draft, load_target
 from dflash_jax.states import new_draft_cache, new_state
 from train.anchors import sample_anchors
 from train.evaluate import block_correct
-from train.losses import Objective, acceptance_length
+from train.objective import Objective, acceptance_length
 from train.step import block_hidden, block_loss, in_vocabulary, make_blocks, target_rows
 
 CONFIG = fakes.DRAFT

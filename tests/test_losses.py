@@ -10,17 +10,13 @@ from safetensors.numpy import load_file
 from train.heads import Readout
 from train.losses import (
     LOSSES,
-    Objective,
-    Rows,
-    acceptance_length,
     continuation_weights,
     decay_weights,
     dpace_weights,
     kl_divergence,
     reach_weights,
-    vocabulary_loss,
-    weighted,
 )
+from train.objective import Objective, Rows, acceptance_length, vocabulary_loss, weighted
 
 D, V, A, Q = 12, 50, 4, 6
 R = A * Q

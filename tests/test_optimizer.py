@@ -13,7 +13,7 @@ from dflash_jax.pair import load_draft
 from train.checkpoints import open_checkpoints
 from train.draft import export
 from train.inputs import make_step_input
-from train.losses import Objective
+from train.objective import Objective
 from train.optimizer import keep_average, make_optimizer, make_schedule, trained_params
 from train.restore import read_draft
 from train.step import train_step

@@ -16,7 +16,7 @@ from dflash_jax.ops.mask import block_masks, document_positions
 from dflash_jax.pair import load_draft, load_target
 from train.anchors import block_labels, sample_anchors
 from train.data import make_batch
-from train.losses import Objective
+from train.objective import Objective
 from train.packing import lay_out, pack
 from train.step import block_hidden, block_loss, make_blocks
 from train.store import Example

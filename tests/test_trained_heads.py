@@ -22,7 +22,7 @@ from dflash_jax.pair import load_draft, load_target
 from dflash_jax.sampling import Picker, Sampling
 from dflash_jax.states import new_draft_cache, row_sampling
 from train.evaluate import block_correct
-from train.losses import Objective, Totals, acceptance_length
+from train.objective import Objective, Totals, acceptance_length
 from train.step import (
     Blocks,
     block_hidden,

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.pair import load_draft, load_target
-from train.losses import Objective
+from train.objective import Objective
 from train.step import block_loss, in_vocabulary, make_blocks, target_rows, whole
 
 NAMES = ("target_cross_entropy", "kl_divergence", "total_variation")

@@ -13,8 +13,8 @@ from safetensors.numpy import load_file
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.pair import load_draft, load_target
 from train.anchors import sample_anchors
-from train.losses import Objective, acceptance_length
-from train.step import block_hidden, hidden_loss, make_blocks
+from train.objective import Objective, acceptance_length, weighted
+from train.step import block_hidden, hidden_rows, make_blocks
 
 TARGET_CE, KL = (("target_cross_entropy", 1.0),), (("kl_divergence", 1.0),)
 pytestmark = pytest.mark.slow
@@ -47,9 +47,15 @@ def hidden_and_gradients(module, params, embedding, blocks, cotangent):
     return hidden, pull(cotangent)[0]
 
 
-loss_of_hidden = jax.jit(
-    jax.value_and_grad(hidden_loss, argnums=2, has_aux=True), static_argnums=(0, 1)
-)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def loss_of_hidden(module, objective, hidden, params, embedding, head, blocks):
+    """The loss with its parts, and its gradient by the states."""
+
+    def loss(hidden):
+        rows = hidden_rows(module, objective, 7, params, hidden, embedding, head, blocks)
+        return weighted(objective, rows, blocks.first, blocks.counts)
+
+    return jax.value_and_grad(loss, has_aux=True)(hidden)
 
 
 @pytest.fixture(scope="module")
@@ -110,12 +116,15 @@ def run(request, golden, target):
     draft = load_draft(golden / case["draft"], target, dtype=jnp.float32)
     blocks = blocks_of(arrays, target, case["block_size"])
     embedding, head = (target.params[k]["weight"] for k in ("embed_tokens", "lm_head"))
+    module = DFlashDraftModel(draft.config)
     forward = functools.partial(
-        hidden_and_gradients, DFlashDraftModel(draft.config), draft.params, embedding, blocks.replace(teacher=None)
+        hidden_and_gradients, module, draft.params, embedding, blocks.replace(teacher=None)
     )  # fmt: skip
     B, A, Q = blocks.counts.shape
     hidden, _ = forward(jnp.zeros((draft.config.hidden_size, B, A * Q)))
-    (loss, totals), by_hidden = loss_of_hidden(OBJECTIVES[request.param], 7, hidden, head, blocks)
+    (loss, totals), by_hidden = loss_of_hidden(
+        module, OBJECTIVES[request.param], hidden, draft.params, embedding, head, blocks
+    )
     return case, expected, loss, totals, forward(by_hidden)[1], blocks
 
 

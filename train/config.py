@@ -12,7 +12,8 @@ from dflash_jax.config import WINDOW_RULES, DFlash2, Domino, DSpark, Head, Windo
 from dflash_jax.sharding import AXES
 from train.chat import Thinking, TooLong, Turns
 from train.init import SHAPE, init_config
-from train.losses import LOSSES, Objective
+from train.losses import LOSSES
+from train.objective import Objective
 from train.prompts import KINDS
 
 HEAD_KINDS: dict[Any, type[Head]] = {"dflash2": DFlash2, "domino": Domino, "dspark": DSpark}
@@ -50,7 +51,7 @@ class TrainConfig:
         dpace_alpha: Smoothing of the confidence, for "dpace" and its halves.
         normalize: What divides the weighted sum of the losses, a name in `losses.NORMALIZERS`.
         base_ratio: Of the run, in which the share of Domino's loss without its head falls from 1 to 0.
-        selector_weight, selector_missing: DFlash 2's; see `losses.Objective`.
+        selector_weight, selector_missing: DFlash 2's; see `objective.Objective`.
         prefix_base: Blocks show a prefix of l tokens in proportion to prefix_base^l (D2SD; 0.9 there); 0
             shows the anchor alone.
         batch_size: Sequences a step.

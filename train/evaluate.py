@@ -12,7 +12,7 @@ from dflash_jax.models.draft import DFlashDraftModel, first_slot
 from dflash_jax.sharding import BATCH, EVERYWHERE, constrain, place
 from train.anchors import sample_anchors
 from train.data import make_batch, stack_features
-from train.losses import Objective, acceptance_length
+from train.objective import Objective, acceptance_length
 from train.step import Blocks, block_rows, in_vocabulary, make_blocks, target_rows, whole
 from train.store import Example
 

@@ -16,7 +16,7 @@ from dflash_jax.models.draft import DFlashDraftModel, first_slot
 from dflash_jax.sharding import DRAFT, EVERYWHERE, TARGET, VOCABULARY, constrain
 from train.anchors import block_labels
 from train.heads import head_rows, readout, rows_of
-from train.losses import (
+from train.objective import (
     LEAST_DIVISOR,
     Objective,
     Rows,
@@ -152,8 +152,26 @@ def block_rows(
     Raises:
         ValueError: If the objective needs the target's states and the blocks have none.
     """
-    (B, A, Q), skip = blocks.labels.shape, blocks.first_slot
     hidden = block_hidden(module, params, embedding, feature_scale, blocks)
+    return hidden_rows(
+        module, objective, chunk, params, hidden, embedding, head, blocks, ids, base_share
+    )
+
+
+def hidden_rows(
+    module: DFlashDraftModel,
+    objective: Objective,
+    chunk: int,
+    params: Any,
+    hidden: Float[Array, "D B T"],
+    embedding: Float[Array, "V D"],
+    head: Float[Array, "V2 D"],
+    blocks: Blocks,
+    ids: Int[Array, " V2"] | None = None,
+    base_share: Float[Array, ""] | None = None,
+) -> Rows:
+    """`block_rows` from the draft's hidden states `[D, B, A * Q]` on."""
+    (B, A, Q), skip = blocks.labels.shape, blocks.first_slot
     hidden = hidden.reshape(-1, B, A, Q)[..., skip:].reshape(-1, B, A * (Q - skip))
     read = readout(module, params, hidden, blocks.tokens[:, :, : Q - skip], embedding, ids)
     draft_head, of_target = head_rows(module.config, params, head, ids)
