@@ -36,6 +36,11 @@ def first_capacity(prompt_length: int, block_size: int) -> int:
     return capacity(max(chunks * PREFILL_CHUNK, prompt_length + max(block_size, 2)))
 
 
+def _placed(cache: KVCache) -> KVCache:
+    """On the mesh of one process: of several, each reads the results of all rows, so XLA places them."""
+    return place(cache, CACHE) if jax.process_count() == 1 else cache
+
+
 def new_draft_cache(draft: Draft | Literal["lookup"], rows: int, size: int) -> KVCache | Length:
     """An empty context cache in the draft's own shape and dtype; a ring if all its layers slide."""
     if isinstance(draft, str):
@@ -46,7 +51,7 @@ def new_draft_cache(draft: Draft | Literal["lookup"], rows: int, size: int) -> K
     cache = KVCache.zeros(
         c.num_hidden_layers, rows, c.num_key_value_heads, size, c.head_dim, dtype, ring
     )
-    return place(cache, CACHE)
+    return _placed(cache)
 
 
 def row_sampling(sampling: Sequence[Sampling], keys: jax.Array | None, rows: int) -> RowSampling:
@@ -88,7 +93,7 @@ def new_state(
         rounds=jnp.zeros((B,), jnp.int32),
         committed=jnp.zeros((B, size), jnp.int32),
         sampling=row_sampling(sampling, keys, B),
-        target=place(cache, CACHE),
+        target=_placed(cache),
         draft=None,
     )
 
