@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +136,34 @@ def vocabulary_loss(
     """
     if objective.needs_teacher and teacher is None:
         raise ValueError(f"mixture={objective.mixture} needs the target's hidden states")
-    each = hidden.shape[1] // sequences
+
+    def one(rows):
+        h, columns, label, t = rows
+        logits = read.logits(head, h)
+        target = None if t is None else read.target_logits(head, t)
+        if read.candidates:
+            return _selected(objective, read, logits, columns, label, target)
+        return _corrected(objective, read, logits, columns, label, target, base_share)
+
+    rows = (hidden, read.columns, labels, teacher)
+    if learns or read.columns is not None:
+        return _map_chunks(jax.checkpoint(one), rows, chunk, sequences)
+
+    def with_gradient(rows):
+        def loss_of(h):
+            out = one((h, *rows[1:]))
+            return out.loss, out
+
+        _, pull, out = jax.vjp(loss_of, rows[0], has_aux=True)
+        return out, pull(jnp.ones_like(out.loss))[0]
+
+    out, gradient = _map_chunks(with_gradient, jax.lax.stop_gradient(rows), chunk, sequences)
+    return out._replace(loss=_given_gradient(hidden, out.loss, gradient))
+
+
+def _map_chunks(f: Callable[[Any], Any], rows: Any, chunk: int, sequences: int) -> Any:
+    """`f` of arrays `[..., R]`, of up to `chunk` of the R rows at a time; see `vocabulary_loss`."""
+    each = jax.tree.leaves(rows)[0].shape[-1] // sequences
     size = min(max(chunk // sequences, 1), each)
 
     def split(x):
@@ -149,30 +177,7 @@ def vocabulary_loss(
         x = x.reshape(*x.shape[:-2], -1)[..., :each]
         return x.reshape(*x.shape[:-2], -1)
 
-    def one(rows):
-        h, columns, label, t = rows
-        logits = read.logits(head, h)
-        target = None if t is None else read.target_logits(head, t)
-        if read.candidates:
-            return _selected(objective, read, logits, columns, label, target)
-        return _corrected(objective, read, logits, columns, label, target, base_share)
-
-    def with_gradient(rows):
-        h, *others = rows
-
-        def loss_of(h):
-            out = one((h, *others))
-            return out.loss, out
-
-        _, pull, out = jax.vjp(loss_of, h, has_aux=True)
-        return out, pull(jnp.ones_like(out.loss))[0]
-
-    rows = jax.tree.map(split, (hidden, read.columns, labels, teacher))
-    if learns or read.columns is not None:
-        return jax.tree.map(join, jax.lax.map(jax.checkpoint(one), rows))
-    rows = jax.lax.map(with_gradient, jax.lax.stop_gradient(rows))
-    out, gradient = jax.tree.map(join, rows)
-    return out._replace(loss=_given_gradient(hidden, out.loss, gradient))
+    return jax.tree.map(join, jax.lax.map(f, jax.tree.map(split, rows)))
 
 
 @jax.custom_vjp

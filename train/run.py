@@ -107,7 +107,6 @@ def _train(setup: Setup, stop: Callable[[], int | None]) -> None:
     schedule, rates = make_schedule(config), metrics.Rates()
     with open_checkpoints(config) as checkpoints:
         state = first_state(config, setup.target, draft, setup.optimizer, setup.examples)
-        state = jax.device_put(state, jax.devices()[0])  # as a loaded one is: one program for both
         if checkpoints.latest is not None:
             state = checkpoints.load(checkpoints.latest.step, state)
         first = int(state.step)
