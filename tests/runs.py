@@ -99,9 +99,11 @@ def timeless(rows: list[dict]) -> list[dict]:
 
 
 def toml(config: TrainConfig) -> str:
-    """A recipe as TOML, whose scalars and lists are JSON's."""
-    lines = []
+    """What a recipe says beside the defaults, as TOML, whose scalars and lists are JSON's."""
+    lines, unsaid = [], dataclasses.asdict(TrainConfig(run=""))
     for name, value in dataclasses.asdict(config).items():
+        if value == unsaid[name]:
+            continue
         table = isinstance(value, dict)
         text = ", ".join(f"{k} = {v}" for k, v in value.items()) if table else json.dumps(value)
         lines.append(f"{name} = {{{text}}}" if table else f"{name} = {text}")

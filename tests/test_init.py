@@ -13,6 +13,7 @@ from training import answers
 
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.pair import load_draft, load_target
+from dflash_jax.sharding import make_mesh
 from train.config import TrainConfig, read_recipe
 from train.data import frequent_ids
 from train.draft import draft_config, export, first_state
@@ -130,9 +131,9 @@ def test_a_draft_that_is_none_for_the_target_is_refused_before_any_tensor_is_rea
     golden, tmp_path, monkeypatch, key, message
 ):
     """Id 1 is the target's stop id; a draft with that mask would not load behind its training."""
-    monkeypatch.setattr("train.setup.load_target", lambda *_: pytest.fail("was loaded"))
+    monkeypatch.setattr("train.setup.load_target", lambda *_, **__: pytest.fail("was loaded"))
     file = tmp_path / "recipe.toml"
     file.write_text(f'run = "{tmp_path}"\ntarget = "{golden / "targets/qwen3_tied"}"\n')
     config = read_recipe(file, ["target_layer_ids=[0, 1]", "mask_token_id=253", key])
     with pytest.raises(ValueError, match=message):
-        prepare(config)
+        prepare(config, make_mesh(devices=jax.devices()[:1]))

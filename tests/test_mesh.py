@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 from meshes import AXES, CANDIDATES, VOCABULARY, decode, steps
-from runs import LAST, recipe, records, set_up_recipe
+from runs import LAST, recipe, records, set_up_recipe, toml
 from training import TAPS, tiny_answers
 
 from dflash_jax.checkpoint import keys
@@ -122,21 +122,10 @@ def runs(tmp_path_factory):
     return folder, config
 
 
-def as_toml(config) -> str:
-    """The recipe's keys that differ from the defaults."""
-    default = type(config)(run="")
-    changed = {
-        f.name: value
-        for f in dataclasses.fields(config)
-        if (value := getattr(config, f.name)) != getattr(default, f.name)
-    }
-    return "".join(f"{k} = {json.dumps(v)}\n" for k, v in changed.items())
-
-
 @pytest.mark.slow
 def test_a_run_in_two_processes_is_the_run_on_one_device_and_goes_on_there(runs):
     folder, config = runs
-    (folder / "recipe.toml").write_text(as_toml(config))
+    (folder / "recipe.toml").write_text(toml(config))
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"

@@ -33,7 +33,7 @@ MIXTURE = {"cross_entropy": 0.5, "kl_divergence": 0.5}
 def recipe(**options) -> TrainConfig:
     defaults = dict(
         run="r", target_layer_ids=TAPS, num_hidden_layers=1, block_size=4, mask_token_id=63, batch_size=2, anchors=SIZE,
-        sequence_size=SIZE, response_size=SIZE, frequent=8, candidates=700, chunk=64, rows=2, refill=2, steps=3, warmup=1,
+        sequence_size=SIZE, response_size=SIZE, max_new_tokens=32, frequent=8, candidates=700, chunk=64, rows=2, refill=2, steps=3, warmup=1,
     )  # fmt: skip
     return TrainConfig(**(defaults | options))
 
@@ -208,6 +208,7 @@ class Tokenizer:
 def files(tmp_path, monkeypatch):
     """Two files of texts, one of them too long; nothing is held out."""
     monkeypatch.setattr(train.setup, "load_target", lambda ref, sharding: TARGET)
+    monkeypatch.setattr(train.setup, "open_target", lambda path: (TARGET, None))
     monkeypatch.setattr(train.setup, "load_tokenizer", lambda target: Tokenizer())
     monkeypatch.setattr(train.setup.prompt_set, "EVALUATION_FILES", ())
     texts = tmp_path / "texts.txt"

@@ -93,7 +93,7 @@ def test_a_signal_lets_the_step_end_saves_it_and_exits(
     number = signal.Signals[name]
     before = signal.getsignal(number)
     in_step(5, lambda: os.kill(os.getpid(), number), monkeypatch)
-    monkeypatch.setattr(train.run, "prepare", lambda config: elsewhere(straight, config.run))
+    monkeypatch.setattr(train.run, "prepare", lambda config, mesh: elsewhere(straight, config.run))
     setup, file = elsewhere(straight, tmp_path), tmp_path / "recipe.toml"
     file.write_text(toml(setup.config))
     assert train.run.main([str(file)]) == 128 + number
@@ -110,7 +110,7 @@ def test_a_signal_before_the_first_step_ends_the_preparation_at_once(tmp_path, m
     file = tmp_path / "recipe.toml"
     file.write_text(toml(recipe(tmp_path / "run")))
 
-    def prepare(config):
+    def prepare(config, mesh):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
         raise AssertionError("went on")

@@ -130,9 +130,12 @@ def test_a_recipe_that_describes_another_draft_than_it_starts_from_is_named(stor
     setup = set_up(store, tmp_path / "run")
     export(setup.module.config, begin(setup), tmp_path / "draft")
     for options, said in (
-        ({"block_size": 3}, "block_size=4, not 3"),
-        ({"head": HEADS["dspark"]}, "head=None, not DSpark"),
-        ({"draft_vocab_size": 20}, "draft_vocab_size=None, not 20"),
+        ({"block_size": 3}, "has block_size=4, but the recipe says block_size=3"),
+        ({"head": HEADS["dspark"]}, "has head=None, but the recipe says head=DSpark"),
+        (
+            {"draft_vocab_size": 20},
+            "has draft_vocab_size=None, but the recipe says draft_vocab_size=20",
+        ),
     ):
-        with pytest.raises(ValueError, match=r"init=.* has .*" + re.escape(said)):
+        with pytest.raises(ValueError, match=r"init=.*" + re.escape(said)):
             set_up(store, tmp_path / "other", init=str(tmp_path / "draft"), **options)

@@ -9,7 +9,7 @@ import sys
 
 import orbax.checkpoint._src.path.atomicity as atomicity
 from orbax.checkpoint import v1 as ocp
-from runs import setup_of
+from runs import set_up_recipe
 
 import train.run
 
@@ -44,7 +44,7 @@ def signal_in(step: int, names: list[str]) -> None:
 
 
 def main(store: str, recipe: str, *options: str) -> int:
-    train.run.prepare = lambda config: setup_of(config, store)
+    train.run.prepare = lambda config, mesh: set_up_recipe(store, config, mesh)
     for option in options:
         name, _, value = option.partition("=")
         if name == "die-in-save":

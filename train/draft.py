@@ -44,12 +44,14 @@ def draft_config(target: Target | Header[TargetConfig], config: TrainConfig) -> 
             not be one for the target.
     """
     c = target.config
-    draft = _like(c, config)
     if config.init:
-        unsaid, described = TrainConfig(run=config.run), vars(draft)
-        draft = init_config(vars(config), c.num_hidden_layers)
+        draft, unsaid = init_config(vars(config), c.num_hidden_layers), TrainConfig(run=config.run)
         said = [k for k in _MAYBE_SAID if getattr(config, k) != getattr(unsaid, k)]
-        check_said(config.init, draft, {k: described[k] for k in said})
+        if said:
+            described = vars(_like(c, config))
+            check_said(config.init, draft, {k: described[k] for k in said})
+    else:
+        draft = _like(c, config)
     check_pair(c, target.stop_token_ids, draft, target.pad_token_id)
     return draft
 

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_jax.sampling import argmax
-
 # Losses: (draft logits [V c], labels [c], target logits [V c]) -> loss of each column [c].
 
 
@@ -88,8 +86,14 @@ def lk_hybrid(
 
 
 def likeliest(logits: Float[Array, "V c"]) -> Int[Array, " c"]:
-    """The argmax of each column; see `sampling.argmax`."""
-    return argmax(logits[:, None])[0]
+    """The argmax of each column, the first one among equals; V where a column has NaN.
+
+    As a maximum and a search for it: XLA's CPU backend runs an argmax along the leading axis as a scalar
+    loop, and a chunk of ids at a time (`sampling.argmax`) would gather a vocabulary that lies on several
+    devices.
+    """
+    ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 0)
+    return jnp.min(jnp.where(logits == logits.max(axis=0, keepdims=True), ids, len(logits)), axis=0)
 
 
 _log_softmax = functools.partial(jax.nn.log_softmax, axis=0)

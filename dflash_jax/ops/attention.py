@@ -95,32 +95,18 @@ def block_attention(
     N, H, B, T = q.shape
     K, A = k.shape[1], far_mask.shape[2]
     G, Q = N // K, T // A
-    q = q.reshape(K, G, H, B, A, Q).transpose(3, 0, 4, 1, 5, 2)  # [B, K, A, G, Q, H]
+    # Query heads outermost, for a mesh that divides them.
+    q = q.reshape(K, G, H, B, A, Q).transpose(3, 0, 1, 4, 5, 2)  # [B, K, G, A, Q, H]
     k, v = (x.reshape(B, K, A, Q, H) for x in (k, v))
-    far = jnp.where(far_mask.transpose(0, 2, 3, 1)[:, None, :, None], 0, _MASKED)
+    far = jnp.where(far_mask.transpose(0, 2, 3, 1)[:, None, None], 0, _MASKED)
     near = jnp.where(near_mask.T, 0, _MASKED)[None, None, None, None]
     out = _far_and_near(q, k, v, context_k, context_v, far, near)
-    return out.astype(q.dtype).transpose(1, 3, 5, 0, 2, 4).reshape(N * H, B, T)
-
-
-def _weights(q, k, context_k, far_bias, near_bias):
-    """Attention weights over the context `[B, K, X, S]` and over the own block `[B, K, A, G * Q, Q]`."""
-    B, K, A, G, Q, H = q.shape
-    scale = H**-0.5
-    rows = q.reshape(B, K, -1, H)
-    far = _dot("BKXH,BKHS->BKXS", rows, context_k.swapaxes(2, 3))
-    far = far.reshape(B, K, A, G, Q, -1) * scale + far_bias
-    near = _dot("BKAXH,BKARH->BKAXR", q.reshape(B, K, A, G * Q, H), k)
-    near = near.reshape(B, K, A, G, Q, Q) * scale + near_bias
-    top = jnp.maximum(far.max(axis=-1), near.max(axis=-1))[..., None]
-    far, near = jnp.exp(far - top), jnp.exp(near - top)
-    total = far.sum(axis=-1, keepdims=True) + near.sum(axis=-1, keepdims=True)
-    return (far / total).reshape(B, K, A * G * Q, -1), (near / total).reshape(B, K, A, G * Q, Q)
+    return out.astype(q.dtype).transpose(1, 2, 5, 0, 3, 4).reshape(N * H, B, T)
 
 
 @jax.custom_vjp
 def _far_and_near(q, k, v, context_k, context_v, far_bias, near_bias):
-    """Attention `[B, K, A, G, Q, H]`, float32, of queries in that order.
+    """Attention `[B, K, G, A, Q, H]`, float32, of queries in that order.
 
     The gradient is written out so that every product takes the scores as they lie, the context last:
     JAX's own has XLA's CPU backend turn them round for the gradients of keys and values, a third of
@@ -130,30 +116,35 @@ def _far_and_near(q, k, v, context_k, context_v, far_bias, near_bias):
 
 
 def _attend(q, k, v, context_k, context_v, far_bias, near_bias):
-    far, near = _weights(q, k, context_k, far_bias, near_bias)
+    (B, K, *blocks, H), scale = q.shape, q.shape[-1] ** -0.5
+    far = _dot("BKXH,BKHS->BKXS", q.reshape(B, K, -1, H), context_k.swapaxes(2, 3))
+    far = far.reshape(B, K, *blocks, -1) * scale + far_bias
+    near = _dot("BKGAQH,BKARH->BKGAQR", q, k) * scale + near_bias
+    top = jnp.maximum(far.max(axis=-1), near.max(axis=-1))[..., None]
+    far, near = jnp.exp(far - top), jnp.exp(near - top)
+    total = far.sum(axis=-1, keepdims=True) + near.sum(axis=-1, keepdims=True)
+    far, near = (far / total).reshape(B, K, -1, far.shape[-1]), near / total
     out = _dot("BKXS,BKSH->BKXH", far.astype(v.dtype), context_v).reshape(q.shape)
-    own = _dot("BKAXR,BKARH->BKAXH", near.astype(v.dtype), v).reshape(q.shape)
-    out = out + own
+    out = out + _dot("BKGAQR,BKARH->BKGAQH", near.astype(v.dtype), v)
     return out, (q, k, v, context_k, context_v, far, near, out)
 
 
 def _attend_backward(saved, g):
     q, k, v, context_k, context_v, far, near, out = saved
-    B, K, A, G, Q, H = q.shape
-    rows, blocks = (B, K, A * G * Q, -1), (B, K, A, G * Q, -1)
-    mean = (g * out).sum(axis=-1).reshape(B, K, -1, 1)  # of each row's gradient, by its weights
+    B, K, *_, H = q.shape
+    mean = (g * out).sum(axis=-1, keepdims=True)  # of each row's gradient, by its weights
     g = g.astype(v.dtype)
-    far_g = _dot("BKXH,BKHS->BKXS", g.reshape(rows), context_v.swapaxes(2, 3))
-    near_g = _dot("BKAXH,BKARH->BKAXR", g.reshape(blocks), v)
-    far_g = (far * (far_g - mean) * H**-0.5).astype(k.dtype)
-    near_g = (near * (near_g - mean.reshape(blocks)) * H**-0.5).astype(k.dtype)
+    q_rows, g_rows = (x.reshape(B, K, -1, H) for x in (q, g))
+    far_g = _dot("BKXH,BKHS->BKXS", g_rows, context_v.swapaxes(2, 3))
+    far_g = (far * (far_g - mean.reshape(B, K, -1, 1)) * H**-0.5).astype(k.dtype)
+    near_g = _dot("BKGAQH,BKARH->BKGAQR", g, v)
+    near_g = (near * (near_g - mean) * H**-0.5).astype(k.dtype)
     q_g = _dot("BKXS,BKSH->BKXH", far_g, context_k).reshape(q.shape)
-    q_g = q_g + _dot("BKAXR,BKARH->BKAXH", near_g, k).reshape(q.shape)
-    turned = q.reshape(rows).swapaxes(2, 3), g.reshape(rows).swapaxes(2, 3)
-    context_k_g = _dot("BKHX,BKXS->BKHS", turned[0], far_g).swapaxes(2, 3)
-    context_v_g = _dot("BKHX,BKXS->BKHS", turned[1], far.astype(v.dtype)).swapaxes(2, 3)
-    k_g = _dot("BKAXR,BKAXH->BKARH", near_g, q.reshape(blocks))
-    v_g = _dot("BKAXR,BKAXH->BKARH", near.astype(v.dtype), g.reshape(blocks))
+    q_g = q_g + _dot("BKGAQR,BKARH->BKGAQH", near_g, k)
+    context_k_g = _dot("BKHX,BKXS->BKHS", q_rows.swapaxes(2, 3), far_g).swapaxes(2, 3)
+    context_v_g = _dot("BKHX,BKXS->BKHS", g_rows.swapaxes(2, 3), far.astype(v.dtype)).swapaxes(2, 3)
+    k_g = _dot("BKGAQR,BKGAQH->BKARH", near_g, q)
+    v_g = _dot("BKGAQR,BKGAQH->BKARH", near.astype(v.dtype), g)
     grads = [(q_g, q), (k_g, k), (v_g, v), (context_k_g, context_k), (context_v_g, context_v)]
     return (*(x.astype(like.dtype) for x, like in grads), None, None)
 
