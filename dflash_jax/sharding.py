@@ -165,6 +165,18 @@ def constrain(tree: Tree, rules: Rules) -> Tree:
     return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh, rules))
 
 
+def parts_of(size: int, rules: Rules) -> int:
+    """Into how many parts the mesh of `jax.set_mesh` divides an array's first dimension; 1 without one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return 1
+    spec = spec_of("", (size,), mesh, rules)
+    axes = spec[0] if len(spec) else ()
+    return math.prod(
+        mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ())
+    )
+
+
 def _is_here(x: Any) -> bool:
     return getattr(x, "is_fully_addressable", True)
 

@@ -24,7 +24,8 @@ def steps(mesh) -> dict:
     Rows 2 and 3, which a device of four has for itself, have no anchor.
 
     Returns:
-        Each step's `metrics`, the parameters' `norms` behind the last one, and the `program`.
+        Each step's `metrics`, the parameters' `norms` behind the last one, the `normalizer`'s `sums`, and
+        the programs.
     """
     from fakes import DRAFT, random_params
 
@@ -34,6 +35,7 @@ def steps(mesh) -> dict:
     from dflash_jax.sharding import VOCABULARY as BY_ID
     from train.anchors import sample_anchors
     from train.config import TrainConfig
+    from train.normalizer import normalizer
     from train.objective import Objective
     from train.optimizer import make_optimizer
     from train.step import TrainState, make_blocks, train_step
@@ -78,8 +80,12 @@ def steps(mesh) -> dict:
         for batch in batches:
             state, values = step(state, table, ids, batch, head=head)
             metrics.append({name: float(value) for name, value in values.items()})
+        states = rng.standard_normal((32, 24)).astype(np.float32)
+        of_all = jax.jit(normalizer).lower(head, states).compile()
+        sums = [np.asarray(x).tolist() for x in of_all(head, states)]
     norms = [float(np.linalg.norm(np.asarray(x))) for x in jax.tree.leaves(state.params)]
-    return {"metrics": metrics, "norms": norms, "program": step.as_text()}
+    programs = {"program": step.as_text(), "normalizer_program": of_all.as_text()}
+    return {"metrics": metrics, "norms": norms, "sums": sums} | programs
 
 
 def decode(mesh) -> dict:

@@ -65,6 +65,8 @@ def test_steps_on_eight_devices_are_those_on_one(on_eight):
         assert one.keys() == eight.keys()
         close([*one.values()], [eight[k] for k in one], rtol=1e-5)
     close(on_one["norms"], on_eight["norms"], rtol=1e-5)
+    for one, eight in zip(on_one["sums"], on_eight["sums"], strict=True):
+        close(one, eight, rtol=1e-5, atol=1e-6)
 
 
 def collectives(program: str):
@@ -86,6 +88,12 @@ def test_no_device_ever_has_the_whole_head_or_its_logits(on_eight):
     for kind, shapes in in_loop:  # of a chunk's rows: sums over ids, and the best of each part
         assert kind in ("all-reduce", "all-gather")
         assert all(np.prod(shape) <= 32 * 4 for shape in shapes)
+
+
+def test_devices_normalise_over_their_own_ids_and_meet_once(on_eight):
+    every = [*collectives(on_eight["normalizer_program"])]
+    assert every
+    assert not [c for c in every if c[2]]
 
 
 def test_a_step_has_the_collectives_that_it_needs(on_eight):

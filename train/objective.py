@@ -19,6 +19,7 @@ from train.losses import (
     kl_divergence,
     likeliest,
 )
+from train.normalizer import normalizer
 
 # A token that is not among DFlash 2's candidates: leaves its slot out of the selector's loss, or stands
 # there for the last candidate.
@@ -148,17 +149,25 @@ def vocabulary_loss(
     rows = (hidden, read.columns, labels, teacher)
     if learns or read.columns is not None:
         return _map_chunks(jax.checkpoint(one), rows, chunk, sequences)
-
-    def with_gradient(rows):
-        def loss_of(h):
-            out = one((h, *rows[1:]))
-            return out.loss, out
-
-        _, pull, out = jax.vjp(loss_of, rows[0], has_aux=True)
-        return out, pull(jnp.ones_like(out.loss))[0]
-
-    out, gradient = _map_chunks(with_gradient, jax.lax.stop_gradient(rows), chunk, sequences)
+    of_tokens = {name for name, _ in objective.mixture} <= OF_ONE_TOKEN and read.cap is None
+    f = (
+        functools.partial(_of_tokens, objective, read, head)
+        if of_tokens
+        else functools.partial(_with_gradient, one)
+    )
+    out, gradient = _map_chunks(f, jax.lax.stop_gradient(rows), chunk, sequences)
     return out._replace(loss=_given_gradient(hidden, out.loss, gradient))
+
+
+def _with_gradient(f: Callable[[Any], Rows], rows: Any) -> tuple[Rows, Float[Array, "D c"]]:
+    """A chunk's rows, and the gradient of each one's loss by its hidden state."""
+
+    def loss_of(hidden):
+        out = f((hidden, *rows[1:]))
+        return out.loss, out
+
+    _, pull, out = jax.vjp(loss_of, rows[0], has_aux=True)
+    return out, pull(jnp.ones_like(out.loss))[0]
 
 
 def _map_chunks(f: Callable[[Any], Any], rows: Any, chunk: int, sequences: int) -> Any:
@@ -192,6 +201,25 @@ _given_gradient.defvjp(
     lambda hidden, loss, gradient: (loss, gradient),
     lambda gradient, g: (gradient * g[None], None, None),
 )
+
+
+def _of_tokens(
+    objective: Objective, read: Readout, head: Float[Array, "V D"], rows: Any
+) -> tuple[Rows, Float[Array, "D c"]]:
+    """`_with_gradient` of a mixture of cross-entropies, a few thousand ids at a time."""
+    hidden, _, labels, teacher = rows
+    tokens = {"cross_entropy": labels}
+    if teacher is not None:
+        tokens["target_cross_entropy"] = normalizer(head, teacher, gradient=False).likeliest
+    of_all = normalizer(head, read.multiplier * hidden)
+    assert of_all.mean is not None
+    share = dict(objective.mixture)
+    whole = sum(share.values())
+    row = sum((share[n] * head[tokens[n]].astype(jnp.float32).T for n in share), jnp.zeros(1))
+    loss = whole * of_all.log - read.multiplier * (row * hidden).sum(axis=0)
+    gradient = read.multiplier * (whole * of_all.mean - row)
+    confidence = jnp.exp(-loss / whole)
+    return Rows(loss, confidence, of_all.likeliest == labels), gradient
 
 
 def _corrected(
