@@ -9,7 +9,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_enable_compilation_cache", False)  # no test leans on an earlier run
 
-MANY_MAPS = 20_000
+MANY_MAPS = 10_000  # about 3 GB
 
 
 @pytest.fixture(autouse=True, scope="module")
