@@ -187,7 +187,7 @@ def rounds_of(state: State) -> list[list[int]]:
 def live(cache, row: int) -> list[np.ndarray]:
     """A row's keys and values in the slots that count, as float32."""
     n = int(cache.length[row])
-    return [np.asarray(x[row, :, :n], np.float32) for x in (*cache.k, *cache.v)]
+    return [np.asarray(x)[row, :, :n].astype(np.float32) for x in (*cache.k, *cache.v)]
 
 
 def prompts_of(*lengths: int, seed: int = 3, vocab: int = VOCAB) -> list[list[int]]:

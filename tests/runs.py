@@ -76,9 +76,11 @@ def set_up_recipe(store, config: TrainConfig, mesh: Mesh) -> Setup:
 
 
 def begin(setup: Setup):
-    return draft.first_state(
-        setup.config, setup.target, setup.module.config, setup.optimizer, setup.examples
-    )
+    """The first state, placed as a run has it: a step of it is the run's own program."""
+    with jax.set_mesh(setup.mesh):
+        return draft.first_state(
+            setup.config, setup.target, setup.module.config, setup.optimizer, setup.examples
+        )
 
 
 def checkpoint(setup: Setup, step: int):

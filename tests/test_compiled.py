@@ -165,6 +165,7 @@ def test_the_number_of_programs_follows_rows_block_size_and_capacity_only():
 @pytest.mark.slow
 def test_growth_makes_one_program_for_each_doubling():
     target = random_target(seed=5)
+    jax.clear_caches()
     before = decode._cache_size()
     generate(target, None, prompts_of(20, 40, 60), max_new_tokens=400, stop_token_ids=())
     assert decode._cache_size() - before == 2  # 256 and 512 slots

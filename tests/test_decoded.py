@@ -1,3 +1,6 @@
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import pytest
 from fakes import leaves_equal
@@ -12,9 +15,16 @@ from train.evaluate import block_correct
 from train.run import decodes_at, evaluate_all
 
 
+@pytest.fixture(autouse=True)
+def _in_the_runs_mesh(straight):
+    """Where the run's own programs are."""
+    with jax.set_mesh(straight.mesh):
+        yield
+
+
 def decoded(setup, draft):
     examples = setup.held_out["held_out"]
-    return decode_examples(TARGET, draft, examples, setup.config.max_new_tokens)
+    return decode_examples(setup.target, draft, examples, setup.config.max_new_tokens)
 
 
 def in_memory(setup, step=6):
@@ -34,6 +44,8 @@ def test_the_exported_draft_decodes_as_it_did_in_memory_and_in_the_metrics(strai
     memory, exported = in_memory(straight), load_draft(f"{straight.config.run}/draft", TARGET)
     assert exported.config == memory.config
     assert leaves_equal(exported.params, memory.params)
+    places = jax.tree.map(lambda x: x.sharding, memory.params)
+    exported = dataclasses.replace(exported, params=jax.device_put(exported.params, places))
     done = decoded(straight, exported)
     assert done.rows == decoded(straight, memory).rows
     last = records(straight.config.run)[-1]
@@ -45,7 +57,7 @@ def test_the_exported_draft_decodes_as_it_did_in_memory_and_in_the_metrics(strai
 def test_decoding_is_that_of_generate(straight):
     prompts = [e.tokens[: e.prompt_length].tolist() for e in straight.held_out["held_out"]]
     draft = in_memory(straight)
-    out = generate(TARGET, draft, prompts, max_new_tokens=straight.config.max_new_tokens)
+    out = generate(straight.target, draft, prompts, max_new_tokens=straight.config.max_new_tokens)
     done = decoded(straight, draft)
     assert (out.tokens, out.rounds) == ([r.tokens for r in done.rows], done.rounds)
     assert out.acceptance_length == done.acceptance_length
@@ -68,11 +80,12 @@ def test_further_evaluations_compile_nothing(straight):
 
 
 def test_batches_that_do_not_come_out_even_give_the_same_rows(straight):
-    draft, examples = in_memory(straight), straight.examples[:3]
+    draft, target, examples = in_memory(straight), straight.target, straight.examples[:3]
     limit = straight.config.max_new_tokens
-    whole = decode_examples(TARGET, draft, examples, limit)
-    assert decode_examples(TARGET, draft, examples, limit, rows=2).rows == whole.rows
-    assert len(whole.rows) == 3
+    first, last = (decode_examples(target, draft, examples[i : i + 2], limit).rows for i in (0, 1))
+    found = decode_examples(target, draft, examples, limit, rows=2).rows
+    assert found == [*first, last[1]]
+    assert first[1] == last[0] != last[1]
 
 
 def test_chosen_examples_lie_evenly():

@@ -21,13 +21,7 @@ CASES = [
     "dflash_sliding_bidirectional", "dflash_mixed", "dflash_all_causal", "dflash_yarn", "dflash_softcap",
 ]  # fmt: skip
 DECODED = [*CASES, "speculators_full", "speculators_reduced_vocab"]
-QUICK = (
-    "dflash_full",
-    "dflash_mixed",
-    "dflash_yarn",
-    "dflash_old_layout",
-    "speculators_reduced_vocab",
-)
+QUICK = ("dflash_full", "dflash_mixed", "speculators_reduced_vocab")
 TRAINED = [
     "speculators_full", "speculators_reduced_vocab", "speculators_sliding_causal", "speculators_sliding_noncausal",
 ]  # fmt: skip

@@ -45,10 +45,12 @@ def test_it_is_the_mean_over_blocks_of_the_matching_prefix_and_one(examples):
     batch = make_batch(rows, SIZE)
     supervised = jnp.asarray(batch.supervised)
     positions, real = sample_anchors(jax.random.fold_in(jax.random.key(0), 0), supervised, 6)
-    blocks = make_blocks(jnp.asarray(batch.tokens), jnp.asarray(stack_features(rows, SIZE)), supervised, positions, real, 4)  # fmt: skip
+    blocks = jax.jit(make_blocks, static_argnums=5)(
+        batch.tokens, stack_features(rows, SIZE), supervised, positions, real, 4
+    )
     embedding, head = (TARGET.params[k]["weight"] for k in ("embed_tokens", "lm_head"))
     hidden = jax.jit(block_hidden, static_argnums=0)(MODULE, PARAMS, embedding, jnp.ones(WIDTH), blocks)  # fmt: skip
-    chosen = np.asarray(jnp.einsum("VD,DBT->BTV", head, hidden).argmax(axis=-1))
+    chosen = np.einsum("VD,DBT->BTV", head, hidden).argmax(axis=-1)
     chosen = chosen.reshape(4, 6, 4)
     lengths = []
     for row, e in enumerate(examples[:4]):
@@ -71,7 +73,7 @@ def test_a_draft_that_says_one_token_is_judged_by_that_token(examples):
     head = jnp.zeros_like(embedding)
     # All logits are 0, and argmax takes the first: token 0.
     zeros = [dataclasses.replace(e, tokens=np.where(e.tokens == 7, 0, e.tokens)) for e in constant]
-    assert evaluated(constant, head, batch_size=2) == 1.0
+    assert evaluated(constant, head, batch_size=2, anchors=SIZE) == 1.0
     response = len(zeros[0].tokens) - zeros[0].prompt_length
     got = evaluated(zeros[:1], head, batch_size=2, anchors=SIZE)
     blocks = [min(4, response - i) for i in range(response - 1)]

@@ -164,6 +164,7 @@ def texts(models, filters, new_tokens=3):
     return np.concatenate(out)
 
 
+@functools.cache
 def expected(filters):
     """The filtered distribution behind each token, `[V, V]`."""
     temperature, top_k, top_p = (jnp.full((1,), x) for x in filters)

@@ -266,6 +266,7 @@ def rows_with_the_plain_draft(dtype):
     return rows_of(run(random_draft(dtype=dtype), BLOCK, dtype=dtype))
 
 
+@pytest.mark.slow
 def test_under_rejection_a_greedy_row_is_plain_decodings():
     state = run(draft("dflash2"), BLOCK, "rejection", lookup=True)
     greedy_rows = len(PROMPTS)
@@ -350,7 +351,9 @@ def test_numbers_out_of_bounds_raise(name, change, message):
 # Whole generations
 
 
-@pytest.mark.parametrize("name", ["dflash2", "dflash2_sliding"])
+@pytest.mark.parametrize(
+    "name", ["dflash2", pytest.param("dflash2_sliding", marks=pytest.mark.slow)]
+)
 def test_generation_with_dflash2_equals_the_references(golden, name):
     """Whole, short and stopped runs: one program for all."""
     case = load_case(golden, name)

@@ -138,7 +138,8 @@ def test_the_chunked_selectors_loss_and_gradients_are_the_dense_ones(missing):
 
     args = hidden, table, columns
     (value, rows), gradients = jax.jit(jax.value_and_grad(ours, (0, 1, 2), has_aux=True))(*args)
-    (expected, (listed, chosen)), expected_gradients = jax.value_and_grad(theirs, (0, 1, 2), has_aux=True)(*args)  # fmt: skip
+    both = jax.jit(jax.value_and_grad(theirs, (0, 1, 2), has_aux=True))
+    (expected, (listed, chosen)), expected_gradients = both(*args)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     assert rows.listed.tolist() == listed.tolist()
     assert 0 < listed.sum() < R
@@ -170,7 +171,8 @@ def test_the_chunked_loss_with_a_correction_is_the_dense_one():
         return (w * (0.7 * loss(base + table @ columns) + 0.3 * loss(base))).sum() / w.sum()
 
     value, gradients = jax.jit(jax.value_and_grad(ours, (0, 1, 2)))(hidden, table, columns)
-    expected, expected_gradients = jax.value_and_grad(theirs, (0, 1, 2))(hidden, table, columns)
+    both = jax.jit(jax.value_and_grad(theirs, (0, 1, 2)))
+    expected, expected_gradients = both(hidden, table, columns)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for a, b in zip(gradients, expected_gradients):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -179,7 +181,7 @@ def test_the_chunked_loss_with_a_correction_is_the_dense_one():
 def test_dpaces_weights_reach_over_chunks_and_are_constants_of_the_gradient():
     hidden, head, labels, counts, teacher = case()
     objective = Objective(weights="dpace", normalize="sequences")
-    losses = dense(SHARES[0], hidden, head, labels, teacher).reshape(counts.shape)
+    losses = jax.jit(dense)(SHARES[0], hidden, head, labels, teacher).reshape(counts.shape)
     weights = dpace_weights(jnp.exp(-losses), counts, 0.5) * counts
     expected = dense_loss(SHARES[0], weights, hidden, head, labels, teacher)
     value, gradient = jax.jit(
@@ -194,8 +196,13 @@ def test_the_totals_count_weights_and_correct_rows():
     best = jnp.argmax(head @ hidden, axis=0).astype(jnp.int32)
     labels = jnp.where(jnp.arange(R) % 3 == 0, best, (best + 1) % V)
     objective = Objective(weights="none")
-    rows = vocabulary_loss(objective, hidden, head, labels, chunk=7)
-    loss, totals = weighted(objective, rows, jnp.ones((1, A), jnp.int32), counts)
+
+    @jax.jit
+    def of(labels):
+        rows = vocabulary_loss(objective, hidden, head, labels, chunk=7)
+        return weighted(objective, rows, jnp.ones((1, A), jnp.int32), counts)
+
+    loss, totals = of(labels)
     assert float(totals.weight) == counts.sum()
     assert totals.correct.tolist() == (np.arange(R) % 3 == 0).tolist()
     np.testing.assert_allclose(totals.numerators, [loss * totals.weight], rtol=1e-6)

@@ -27,11 +27,13 @@ def test_float32_masters_keep_a_thousand_updates_of_1e_5(tiny_setup):
     state = state.replace(opt_state=constant.init(state.params))
     blocks, ids = make_step_input(tiny_setup, 0)
     before = np.asarray(state.params["hidden_norm"]["weight"])
-    for _ in range(1000):
-        state, _ = train_step(
-            state, tiny_setup.embedding, jnp.asarray(ids), blocks, module=tiny_setup.module, optimizer=constant,
-            objective=Objective(), chunk=64, head=tiny_setup.head,
-        )  # fmt: skip
+    rest = tiny_setup.embedding, jnp.asarray(ids), blocks
+    with jax.set_mesh(tiny_setup.mesh):
+        for _ in range(1000):
+            state, _ = train_step(
+                state, *rest, module=tiny_setup.module, optimizer=constant, objective=Objective(), chunk=64,
+                head=tiny_setup.head,
+            )  # fmt: skip
     moved = np.asarray(state.params["hidden_norm"]["weight"]) - before
     np.testing.assert_allclose(moved, 1e-2, rtol=1e-2)
     assert int(state.step) == 1000

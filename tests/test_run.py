@@ -147,7 +147,8 @@ def test_rows_without_an_anchor_are_counted_and_do_no_harm(straight):
     state = begin(straight)
     for examples, empty, labels in (([masked, short], 1, 1), ([masked] * 2, 2, 0)):
         setup = dataclasses.replace(straight, examples=examples)
-        state, metrics = train.run.one_step(setup, state, 0)
+        with jax.set_mesh(setup.mesh):
+            state, metrics = train.run.one_step(setup, state, 0)
         assert (metrics["rows_without_anchors"], metrics["labels"]) == (empty, labels)
         assert (metrics["loss"] > 0) == (metrics["gradient_norm"] > 0) == (labels > 0)
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))

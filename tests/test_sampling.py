@@ -10,8 +10,7 @@ import pytest
 from frequencies import assert_follows
 from safetensors.numpy import load_file
 
-from dflash_jax import sampling
-from dflash_jax.acceptance import reject
+from dflash_jax import acceptance, sampling
 from dflash_jax.sampling import (
     CANDIDATES,
     DRAFT,
@@ -22,10 +21,10 @@ from dflash_jax.sampling import (
     gumbel,
     keep_of_ranked,
     position_keys,
-    probabilities,
 )
 
 sample = jax.jit(sampling.sample, static_argnames=("stream",))
+probabilities, reject = jax.jit(sampling.probabilities), jax.jit(acceptance.reject)
 GOLDEN = Path(__file__).parent / "golden/sampling/zlab_rejection"
 CASES = json.loads((GOLDEN / "case.json").read_text())["cases"]
 FILTERS = [(0, 1.0), (5, 1.0), (0, 0.8), (7, 0.6), (70, 1.0), (70, 0.99), (1, 1.0)]

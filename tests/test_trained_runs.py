@@ -45,7 +45,8 @@ def test_a_trained_draft_loads_decodes_and_can_be_gone_on_with(name, store, tmp_
     setup = set_up(store, tmp_path / "run", candidates=60, **RECIPES[name])
     start, state = begin(setup), begin(setup)
     for step in range(2):
-        state, values = one_step(setup, state, step)
+        with jax.set_mesh(setup.mesh):
+            state, values = one_step(setup, state, step)
         assert np.isfinite(values["loss"])
         assert values["labels"] > 0
     moved = jax.tree.map(lambda a, b: bool((a != b).any()), start.params, state.params)

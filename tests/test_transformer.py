@@ -19,6 +19,7 @@ from dflash_jax.pair import Target
 CASES = [
     "llama3", "qwen3_bias_yarn", "qwen3_gqa", "qwen3_moe", "qwen3_sharded_bf16", "qwen3_sliding", "qwen3_tied", "qwen3_v4rope",
 ]  # fmt: skip
+QUICK = ("llama3", "qwen3_bias_yarn", "qwen3_moe", "qwen3_sliding")
 SLOTS = 16
 
 
@@ -32,12 +33,25 @@ class Case:
         np.testing.assert_allclose(actual, expected, **self.tolerances[kind])
 
 
-@pytest.fixture(scope="module", params=CASES)
-def case(request, golden):
-    folder = golden / "targets" / request.param
+@functools.cache
+def load_case(golden, name):
+    folder = golden / "targets" / name
     tolerances = json.loads((folder / "case.json").read_text())["tolerances"]
     target = load_target(folder, dtype=jnp.float32)
     return Case(target, load_file(folder / "expected.safetensors"), tolerances)
+
+
+@pytest.fixture(params=CASES)
+def case(request, golden):
+    return load_case(golden, request.param)
+
+
+# Each compiles programs of its own.
+@pytest.fixture(
+    params=[c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
+def decoded(request, golden):
+    return load_case(golden, request.param)
 
 
 def empty_cache(config, rows=1, size=SLOTS):
@@ -101,7 +115,8 @@ def test_a_last_tap_before_the_norm_equals_the_references(case):
     assert not np.allclose(context, hidden, atol=0.01)
 
 
-def test_greedy_tokens_equal_the_references(case):
+def test_greedy_tokens_equal_the_references(decoded):
+    case = decoded
     prompts = [case.expected[f"p{i}_prompt"].tolist() for i in range(2)]
     out = generate(case.target, None, prompts, max_new_tokens=48, stop_token_ids=())
     assert out.tokens == [case.expected[f"p{i}_greedy"].tolist() for i in range(2)]

@@ -4,11 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import random_params
 from runs import TARGET, begin
 from training import TAPS
 
 from train.store import load_examples
-from train.warm_start import feature_scale, random_params, warm_start
+from train.warm_start import feature_scale, warm_start
 
 
 def test_the_feature_scale_is_one_over_the_rms_without_first_and_last_position(store):
@@ -31,6 +32,6 @@ def test_a_warm_start_passes_the_last_tap_through_fc(tiny_setup):
 
 def test_a_warm_start_needs_layers_of_the_targets_shape(tiny_setup):
     config = dataclasses.replace(tiny_setup.module.config, intermediate_size=40)
-    params = random_params(config, jax.random.key(0))
+    params = random_params(config, 0)
     with pytest.raises(ValueError, match="shape"):
         warm_start(params, TARGET.params, config, np.ones(64), tiny_setup.examples)
