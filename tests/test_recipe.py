@@ -25,6 +25,7 @@ def test_overrides_stand_above_the_file_and_are_toml(tmp_path):
         path, ["steps=700", 'run="b"', "target_layer_ids=[2, 3]", "gamma=7", "prompts={code=2}"]
     )
     assert (config.run, config.steps, config.target_layer_ids, config.gamma) == ("b", 700, (2, 3), 7)  # fmt: skip
+    assert read_recipe(path, ["run=runs/my run", "optimizer=muon"]).run == "runs/my run"
     assert config.prompts == {"code": 2}
 
 
@@ -106,5 +107,8 @@ def test_a_recipe_without_a_run_or_a_readable_file_is_an_error(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"binary\.toml"):
         read_recipe(tmp_path / "binary.toml")
-    with pytest.raises(ValueError, match="recipe"):
-        read_recipe(write(tmp_path, 'run = "r"\n'), ["steps"])
+    path = write(tmp_path, 'run = "r"\n')
+    with pytest.raises(ValueError, match="'steps' is no key=value"):
+        read_recipe(path, ["steps"])
+    with pytest.raises(ValueError, match=r"target_layer_ids='\[1,' must be a list"):
+        read_recipe(path, ["target_layer_ids=[1,"])

@@ -275,7 +275,9 @@ def test_training_leaves_the_target_alone(store, straight):
 
 
 def test_a_run_is_not_gone_on_with_under_another_recipe(tmp_path):
+    keep_recipe(recipe(tmp_path / "run", steps=8))  # and nothing was made with it
     keep_recipe(recipe(tmp_path / "run"))
+    (tmp_path / "run/prompts.jsonl").touch()
     keep_recipe(recipe(tmp_path / "run", save_every=5))
     with pytest.raises(ValueError, match="another steps, warmup"):
         keep_recipe(recipe(tmp_path / "run", steps=7, warmup=1))

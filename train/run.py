@@ -172,13 +172,15 @@ def keep_recipe(config: TrainConfig) -> None:
     """Writes the recipe into the run's folder, where a later call must bring the same one.
 
     Raises:
-        ValueError: If the folder holds a run of another recipe, naming the keys that differ.
+        ValueError: If the folder holds a run of another recipe, naming the keys that differ. A recipe by
+            itself, of a run that ended before it made anything, is no run.
     """
     path = Path(config.run) / "recipe.json"
+    begun = path.exists() and any(other != path for other in path.parent.iterdir())
     recipe, defaults = (
         json.loads(json.dumps(dataclasses.asdict(c))) for c in (config, TrainConfig(run=config.run))
     )
-    if path.exists():
+    if begun:
         kept = defaults | json.loads(path.read_text())  # keys that were not there yet had no effect
         other = sorted(k for k in kept.keys() | recipe.keys() if kept.get(k) != recipe.get(k))
         if other := [k for k in other if k not in FREE]:
