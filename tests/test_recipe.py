@@ -4,7 +4,8 @@ import pytest
 
 from train.config import read_recipe
 
-RECIPE = Path(__file__).parent.parent / "train/recipes/smollm2.toml"
+RECIPES = Path(__file__).parent.parent / "train/recipes"
+RECIPE = RECIPES / "smollm2.toml"
 
 
 def write(tmp_path, text: str) -> Path:
@@ -17,6 +18,17 @@ def test_the_recipe_of_the_embedded_draft_is_read():
     config = read_recipe(RECIPE)
     assert config.target_layer_ids == (1, 8, 14, 20, 27)
     assert config.block_size == 8
+
+
+def test_recipes_for_comparison_differ_in_objective_and_optimizer_alone():
+    second = vars(read_recipe(RECIPES / "smollm2-second.toml", ["init="]))
+    rule = {
+        "run", "mixture", "gamma", "optimizer", "schedule", "warmup", "learning_rate", "final_rate", "weight_decay",
+    }  # fmt: skip
+    for name, more in (("speculators", {"weights", "normalize"}), ("nemo", set())):
+        other = vars(read_recipe(RECIPES / f"smollm2-{name}.toml", ["init="]))
+        assert {k for k in second if second[k] != other[k]} <= rule | more
+        assert other["learning_rate"] != second["learning_rate"]
 
 
 def test_overrides_stand_above_the_file_and_are_toml(tmp_path):
