@@ -82,7 +82,7 @@ def prepare(config: TrainConfig, mesh: Mesh) -> Setup:
     examples = _examples(config, target, origin, documents)
     if not config.data:
         report = _counted(config, examples)
-    counts = dataclasses.asdict(report) | {"rows": len(_rows(config, examples))}
+    counts = dataclasses.asdict(report) | count_anchors(config, examples)
     if is_first():
         (run / "data.json").write_text(json.dumps(counts, indent=1))
         told = ", ".join(f"{count} {name}" for name, count in counts.items())
@@ -106,6 +106,18 @@ def _rows(config: TrainConfig, examples: Sequence[Example]) -> list[list[int]]:
     if not config.packed:
         return [[i] for i in range(len(examples))]
     return pack([min(len(e.tokens), config.sequence_size) for e in examples], config.sequence_size)
+
+
+def count_anchors(config: TrainConfig, examples: Sequence[Example]) -> dict[str, int]:
+    """Rows, the anchors that are legal in them, and how many of those an epoch draws: up to `anchors` a row.
+
+    A packed row's documents share its anchors: where far fewer are drawn than are legal, raise `anchors`.
+    """
+    seen = [e.supervised[: config.sequence_size] for e in examples]
+    legal = np.array([int((s[:-1] & s[1:]).sum()) for s in seen])
+    rows = [int(legal[row].sum()) for row in _rows(config, examples)]
+    drawn = sum(min(n, config.anchors) for n in rows)
+    return {"rows": len(rows), "legal anchors": sum(rows), "anchors an epoch": drawn}
 
 
 def _counted(config: TrainConfig, examples: Sequence[Example]) -> Report:
