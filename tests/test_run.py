@@ -153,6 +153,13 @@ def test_rows_without_an_anchor_are_counted_and_do_no_harm(straight):
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
+def test_a_loss_that_is_no_number_ends_the_run(straight):
+    state = begin(straight)
+    broken = state.replace(feature_scale=state.feature_scale * np.nan)
+    with pytest.raises(ValueError, match="step 1: loss=nan and gradient_norm=nan are no numbers"):
+        train.run.one_step(straight, broken, 0)
+
+
 def test_a_runs_events_are_its_metrics(straight):
     run = Path(straight.config.run)
     rows = records(run)
