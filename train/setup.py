@@ -85,7 +85,7 @@ def prepare(config: TrainConfig, mesh: Mesh) -> Setup:
     counts = dataclasses.asdict(report) | count_anchors(config, examples)
     if is_first():
         (run / "data.json").write_text(json.dumps(counts, indent=1))
-        told = ", ".join(f"{count} {name}" for name, count in counts.items())
+        told = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
         print(f"{config.run}: training on {told}", file=sys.stderr)
     held_out = {
         path.stem: load_examples(run / path.stem, config.target_layer_ids, origin)
@@ -117,7 +117,7 @@ def count_anchors(config: TrainConfig, examples: Sequence[Example]) -> dict[str,
     legal = np.array([int((s[:-1] & s[1:]).sum()) for s in seen])
     rows = [int(legal[row].sum()) for row in _rows(config, examples)]
     drawn = sum(min(n, config.anchors) for n in rows)
-    return {"rows": len(rows), "legal anchors": sum(rows), "anchors an epoch": drawn}
+    return {"rows": len(rows), "legal_anchors": sum(rows), "anchors_an_epoch": drawn}
 
 
 def _counted(config: TrainConfig, examples: Sequence[Example]) -> Report:
@@ -131,11 +131,22 @@ def _counted(config: TrainConfig, examples: Sequence[Example]) -> Report:
 
 
 def _documents(config: TrainConfig, target: Target) -> tuple[list[Example], Report]:
-    """The recipe's files, if it names any."""
-    return read_files(
+    """The recipe's files, if it names any.
+
+    Raises:
+        ValueError: If they are malformed, or too few for a step.
+    """
+    documents, report = read_files(
         [Path(path) for path in config.data], load_tokenizer(target), config.sequence_size,
         too_long=config.too_long, thinking=config.thinking, turns=config.turns,
     )  # fmt: skip
+    rows = len(_rows(config, documents))
+    if config.data and rows < config.batch_size:
+        raise ValueError(
+            f"data={list(config.data)} gives {rows} rows of up to {config.sequence_size=} tokens, fewer than "
+            f"{config.batch_size=}"
+        )
+    return documents, report
 
 
 def _examples(
