@@ -169,7 +169,7 @@ def one_step(setup: Setup, state: TrainState, step: int) -> tuple[TrainState, di
         accumulate=config.accumulate,
     )  # fmt: skip
     tokens = float(np.prod(blocks.features.shape[:2]))
-    told = {name: float(value) for name, value in values.items()}
+    told: dict[str, float] = {name: float(value) for name, value in values.items()}
     if not np.isfinite([told["loss"], told["gradient_norm"]]).all():
         raise ValueError(
             f"step {step + 1}: loss={told['loss']} and gradient_norm={told['gradient_norm']} are no numbers to go "
