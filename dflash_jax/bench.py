@@ -37,6 +37,8 @@ class Report:
         speedup: Their ratio.
         acceptance_length: Tokens a round, mean over rounds (tau).
         histogram: Rounds by tokens committed.
+        by_context: Rounds and their acceptance length, by the tokens before the round, up to each power of two:
+            a draft that was trained on short texts is accepted less often behind long ones.
         block_size: Q.
         round_seconds: One round.
         verify_seconds: The target's forward over a block, with its head.
@@ -52,6 +54,7 @@ class Report:
     speedup: float
     acceptance_length: float
     histogram: dict[int, int]
+    by_context: dict[int, tuple[int, float]]
     block_size: int
     round_seconds: float
     verify_seconds: float
@@ -143,9 +146,22 @@ def run(
         plain_tokens_per_second=sum(len(out.tokens[0]) for out in outputs[1]) / seconds[1],
         dflash_tokens_per_second=tokens / seconds[0], speedup=seconds[1] / seconds[0],
         acceptance_length=statistics.fmean(counts), histogram=dict(sorted(Counter(counts).items())),
-        block_size=models.block_size, round_seconds=whole, verify_seconds=verify, draft_seconds=drafting,
+        by_context=by_context(prompts, outputs[0]), block_size=models.block_size, round_seconds=whole, verify_seconds=verify, draft_seconds=drafting,
         other_share=max(0.0, 1 - (verify + drafting) / whole), mismatched=mismatched,
     )  # fmt: skip
+
+
+def by_context(
+    prompts: Sequence[list[int]], outputs: Sequence[Generation]
+) -> dict[int, tuple[int, float]]:
+    """Rounds and their acceptance length, by the tokens before the round, up to each power of two."""
+    found: dict[int, list[int]] = {}
+    for prompt, out in zip(prompts, outputs):
+        before = len(prompt) + len(out.tokens[0]) - sum(out.rounds[0])  # prefill's token too
+        for count in out.rounds[0]:
+            found.setdefault(1 << (before - 1).bit_length(), []).append(count)
+            before += count
+    return {size: (len(found[size]), statistics.fmean(found[size])) for size in sorted(found)}
 
 
 def round_seconds(
@@ -212,6 +228,10 @@ def table(report: Report, name: str) -> str:
         *(
             f"    {k:2d} tokens {'#' * round(40 * n / total):40s} {n / total:6.1%}"
             for k, n in r.histogram.items()
+        ),
+        *(
+            f"    {length:.2f} behind up to {size} tokens, {rounds} rounds"
+            for size, (rounds, length) in r.by_context.items()
         ),
         f"  a round {1e3 * r.round_seconds:.1f} ms: verify {1e3 * r.verify_seconds:.1f}, draft {1e3 * r.draft_seconds:.1f}, other {r.other_share:.0%}",
     ]

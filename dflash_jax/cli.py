@@ -58,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(command=_generate)
 
     bench = commands.add_parser(
-        "bench", parents=[pair], help="measure plain decoding against DFlash"
+        "bench",
+        parents=[pair],
+        help="measure plain decoding against DFlash, and acceptance by context length",
     )
     bench.add_argument(
         "--prompts",

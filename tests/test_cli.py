@@ -6,6 +6,7 @@ from fakes import byte_tokenizer
 
 from dflash_jax import bench
 from dflash_jax.cli import encode, main
+from dflash_jax.generation import Generation
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -157,7 +158,17 @@ def test_bench_compares_equal_outputs(pair, capsys, tmp_path):
     counts = {int(k): n for k, n in report["histogram"].items()}
     assert sum(k * n for k, n in counts.items()) == 72 - 3
     assert report["acceptance_length"] == pytest.approx(69 / sum(counts.values()))
+    contexts = report["by_context"].values()
+    assert sum(n for n, _ in contexts) == sum(counts.values())
+    assert sum(n * length for n, length in contexts) == pytest.approx(69)
     assert report["block_size"] == 6
+
+
+def test_acceptance_is_told_by_the_tokens_before_a_round():
+    out = Generation([[0] * 8], ["length"], [[1, 4, 2]])  # rounds behind 4, 5 and 9 tokens
+    long = Generation([[0] * 4], ["stop"], [[3]])  # behind 16
+    found = bench.by_context([[0] * 3, [0] * 15], [out, long])
+    assert found == {4: (1, 1), 8: (1, 4), 16: (2, 2.5)}
 
 
 def test_bench_fails_when_outputs_differ(pair, capsys, tmp_path, monkeypatch):

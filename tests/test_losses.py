@@ -442,6 +442,8 @@ def test_weights_equal_speculators(speculators):
     gamma = recipe["gamma"]
     np.testing.assert_allclose(decay_weights(slot - 1, gamma), arrays["decay_dflash"], **close)
     np.testing.assert_allclose(decay_weights(slot, gamma), arrays["decay_sample_from_anchor"], **close)  # fmt: skip
+    by_base = decay_weights(slot, -1 / np.log(0.8))
+    np.testing.assert_allclose(by_base, arrays["decay_exp08"], **close)
     shape = (1, -1, recipe["block_size"])
     counts = jnp.asarray(arrays["loss_mask"]).reshape(shape)
     confidence = jnp.exp(-jnp.asarray(arrays["ce_elementwise"])).reshape(shape)

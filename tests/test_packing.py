@@ -8,6 +8,7 @@ import fakes
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from safetensors.numpy import load_file
 
@@ -16,7 +17,7 @@ from dflash_jax.ops.mask import block_masks, document_positions
 from dflash_jax.pair import load_draft, load_target
 from train.anchors import block_labels, sample_anchors
 from train.data import make_batch
-from train.objective import Objective
+from train.objective import Objective, acceptance_length
 from train.packing import lay_out, pack
 from train.step import block_hidden, block_loss, make_blocks
 from train.store import Example
@@ -257,9 +258,16 @@ def test_the_loss_and_gradients_of_nemos_packed_row(golden, target):
         jnp.ones(features.shape[2]), blocks,
     )  # fmt: skip
     q0 = grads["layers_0"]["self_attn"]["q_proj"]["weight"]
+    correct = totals.correct.reshape(blocks.counts.shape)
+    length, count = acceptance_length(correct, blocks.counts, blocks.real)
     for name, value, kind in [
         ("loss", loss, "loss"),
         ("loss_weight", totals.weight, "metrics"),
+        ("correct_tokens", (correct & blocks.counts).sum(), "metrics"),
+        ("valid_tokens", blocks.counts.sum(), "metrics"),
+        ("valid_blocks", count, "metrics"),
+        ("accept_len_sum", length, "metrics"),
+        ("grad_global_norm", optax.tree.norm(grads), "grad"),
         ("grad_fc", grads["fc"]["weight"], "grad"),
         ("grad_q0", q0, "grad"),
     ]:
@@ -281,4 +289,4 @@ def test_the_states_and_labels_of_speculators_packed_row(golden, target):
         DFlashDraftModel(draft.config), draft.params, embedding, jnp.ones(features.shape[2]), blocks
     )
     np.testing.assert_array_equal(blocks.counts.reshape(-1), arrays["aligned_loss_mask"])
-    np.testing.assert_allclose(hidden[:, 0].T, arrays["hidden"], rtol=2e-3, atol=2e-4)
+    np.testing.assert_allclose(hidden[:, 0].T, arrays["hidden"], rtol=2e-4, atol=3e-4)

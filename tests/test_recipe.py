@@ -4,7 +4,8 @@ import pytest
 
 from train.config import read_recipe
 
-RECIPE = Path(__file__).parent.parent / "train/recipes/smollm2.toml"
+RECIPES = Path(__file__).parent.parent / "train/recipes"
+RECIPE = RECIPES / "smollm2.toml"
 
 
 def write(tmp_path, text: str) -> Path:
@@ -19,12 +20,24 @@ def test_the_recipe_of_the_embedded_draft_is_read():
     assert config.block_size == 8
 
 
+def test_recipes_for_comparison_differ_in_objective_and_optimizer_alone():
+    second = vars(read_recipe(RECIPES / "smollm2-second.toml", ["init="]))
+    rule = {
+        "run", "mixture", "gamma", "optimizer", "schedule", "warmup", "learning_rate", "final_rate", "weight_decay",
+    }  # fmt: skip
+    for name, more in (("speculators", {"weights", "normalize"}), ("nemo", set())):
+        other = vars(read_recipe(RECIPES / f"smollm2-{name}.toml", ["init="]))
+        assert {k for k in second if second[k] != other[k]} <= rule | more
+        assert other["learning_rate"] != second["learning_rate"]
+
+
 def test_overrides_stand_above_the_file_and_are_toml(tmp_path):
     path = write(tmp_path, 'run = "a"\nsteps = 500\nprompts = {chat = 5, math = 5}\n')
     config = read_recipe(
         path, ["steps=700", 'run="b"', "target_layer_ids=[2, 3]", "gamma=7", "prompts={code=2}"]
     )
     assert (config.run, config.steps, config.target_layer_ids, config.gamma) == ("b", 700, (2, 3), 7)  # fmt: skip
+    assert read_recipe(path, ["run=runs/my run", "optimizer=muon"]).run == "runs/my run"
     assert config.prompts == {"code": 2}
 
 
@@ -106,5 +119,8 @@ def test_a_recipe_without_a_run_or_a_readable_file_is_an_error(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"binary\.toml"):
         read_recipe(tmp_path / "binary.toml")
-    with pytest.raises(ValueError, match="recipe"):
-        read_recipe(write(tmp_path, 'run = "r"\n'), ["steps"])
+    path = write(tmp_path, 'run = "r"\n')
+    with pytest.raises(ValueError, match="'steps' is no key=value"):
+        read_recipe(path, ["steps"])
+    with pytest.raises(ValueError, match=r"target_layer_ids='\[1,' must be a list"):
+        read_recipe(path, ["target_layer_ids=[1,"])

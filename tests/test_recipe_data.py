@@ -102,6 +102,18 @@ def test_packed_rows_are_fewer_and_hold_every_example():
 # Anchors.
 
 
+@pytest.mark.parametrize(("packed", "drawn"), [(False, 8), (True, 4)])
+def test_anchors_are_counted_against_the_legal_ones(packed, drawn):
+    """Packed documents share a row's anchors, so that short ones starve if they stay as few."""
+    config, two = recipe(packed=packed, anchors=4, batch_size=1), EXAMPLES[1:3]
+    legal = sum(len(e.tokens) - e.prompt_length - 1 for e in two)
+    counts = {"rows": 2 - packed, "legal_anchors": legal, "anchors_an_epoch": drawn}
+    assert train.setup.count_anchors(config, two) == counts
+    setup = set_up(config, two)
+    real = [make_step_input(setup, step)[0].real for step in range(len(setup.rows))]
+    assert sum(int(r.sum()) for r in real) == drawn
+
+
 def anchors_of(blocks) -> list[list[int]]:
     return [sorted(a[r].tolist()) for a, r in zip(np.asarray(blocks.anchors), np.asarray(blocks.real))]  # fmt: skip
 
@@ -227,7 +239,8 @@ def test_a_recipe_of_files_trains_on_stored_and_online_features_alike(files, tmp
         for f in ("stored", "online")
     }
     counts = {
-        "kept": 4, "cut": 0, "dropped": 1, "unsupervised": 1, "tokens": 53, "supervised": 53, "rows": 4
+        "kept": 4, "cut": 0, "dropped": 1, "unsupervised": 1, "tokens": 53, "supervised": 53, "rows": 4,
+        "legal_anchors": 49, "anchors_an_epoch": 49,
     }  # fmt: skip
     for name in setups:
         assert json.loads((tmp_path / name / "data.json").read_text()) == counts
@@ -244,6 +257,13 @@ def test_a_recipe_of_files_trains_on_stored_and_online_features_alike(files, tmp
     again = recipe(run=str(tmp_path / "again"), features=str(tmp_path / "stored/features"))
     found = train.setup.prepare(again, MESH)
     assert [e.id for e in found.examples] == [e.id for e in setups["stored"].examples]
+
+
+def test_files_that_are_too_few_for_a_step_end_the_run_before_anything_is_made(files, tmp_path):
+    config = recipe(run=str(tmp_path / "r"), data=files, batch_size=5, anchors=6)
+    with pytest.raises(ValueError, match=r"gives 4 rows of up to config.sequence_size=64 tokens, fewer than config.batch_size=5"):  # fmt: skip
+        train.setup.prepare(config, MESH)
+    assert not (tmp_path / "r").exists()
 
 
 def test_long_documents_of_a_recipe_may_be_cut(files, tmp_path):

@@ -206,6 +206,12 @@ def test_prompts_are_read_whole_and_too_long_ones_are_left_out_and_counted(promp
     assert "1 prompts of over 36 tokens left out" in capsys.readouterr().err
 
 
+def test_a_file_of_prompts_that_are_all_too_long_is_an_error(prompt_file, tmp_path):
+    prompt_file.write_text(json.dumps({"text": "long " * 30}))
+    with pytest.raises(ValueError, match=rf"no prompt of up to 36 tokens, what size={SIZE} leaves"):
+        answer(prompt_file, tmp_path / "out")
+
+
 def test_a_conversations_last_question_is_asked_again(tmp_path):
     first = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     again = [{"role": "user", "content": "Why"}, {"role": "assistant", "content": "So"}]

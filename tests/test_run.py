@@ -154,6 +154,13 @@ def test_rows_without_an_anchor_are_counted_and_do_no_harm(straight):
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
+def test_a_loss_that_is_no_number_ends_the_run(straight):
+    state = begin(straight)
+    broken = state.replace(feature_scale=state.feature_scale * np.nan)
+    with pytest.raises(ValueError, match="step 1: loss=nan and gradient_norm=nan are no numbers"):
+        train.run.one_step(straight, broken, 0)
+
+
 def test_a_runs_events_are_its_metrics(straight):
     run = Path(straight.config.run)
     rows = records(run)
@@ -276,7 +283,9 @@ def test_training_leaves_the_target_alone(store, straight):
 
 
 def test_a_run_is_not_gone_on_with_under_another_recipe(tmp_path):
+    keep_recipe(recipe(tmp_path / "run", steps=8))  # and nothing was made with it
     keep_recipe(recipe(tmp_path / "run"))
+    (tmp_path / "run/prompts.jsonl").touch()
     keep_recipe(recipe(tmp_path / "run", save_every=5))
     with pytest.raises(ValueError, match="another steps, warmup"):
         keep_recipe(recipe(tmp_path / "run", steps=7, warmup=1))

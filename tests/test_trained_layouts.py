@@ -6,12 +6,13 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from safetensors.numpy import load_file
 
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.pair import load_draft, load_target
-from train.objective import Objective
+from train.objective import Objective, acceptance_length
 from train.step import block_loss, in_vocabulary, make_blocks, target_rows, whole
 
 NAMES = ("target_cross_entropy", "kl_divergence", "total_variation")
@@ -106,9 +107,11 @@ def test_a_sliding_draft_trains_as_nemos(golden):
         jnp.ones(features.shape[2]), blocks,
     )  # fmt: skip
     q0 = grads["layers_0"]["self_attn"]["q_proj"]["weight"]
-    correct = (totals.correct.reshape(blocks.counts.shape) & blocks.counts).sum()
+    correct = totals.correct.reshape(blocks.counts.shape) & blocks.counts
+    length, count = acceptance_length(correct, blocks.counts, blocks.real)
     for key, value, kind in [
-        ("loss", loss, "loss"), ("loss_weight", totals.weight, "metrics"), ("correct_tokens", correct, "metrics"),
+        ("loss", loss, "loss"), ("loss_weight", totals.weight, "metrics"), ("correct_tokens", correct.sum(), "metrics"),
+        ("accept_len", length / count, "metrics"), ("grad_global_norm", optax.tree.norm(grads), "grad"),
         ("grad_fc", grads["fc"]["weight"], "grad"), ("grad_q0", q0, "grad"),
     ]:  # fmt: skip
         np.testing.assert_allclose(value, arrays[f"sliding_{key}"], **case["tolerances"][kind], err_msg=key)  # fmt: skip

@@ -20,7 +20,7 @@ def sample_anchors(
     Args:
         key: Consumed.
         supervised: Tokens of the response.
-        count: A; a packed row's documents share it, each in proportion to its legal anchors.
+        count: A, of a row, not of a document: a packed row's share it, each in proportion to its legal anchors.
         documents: Of a packed row, the document of each position, negative for padding: an anchor's
             successor is of its own. None where a row is one document.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -296,8 +297,8 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
     Args:
         path: The TOML file.
-        overrides: `key=value`, TOML too. A table replaces the file's as a whole, `table.key=value` one
-            entry of it.
+        overrides: `key=value`, TOML too, where a string needs no quotes. A table replaces the file's as a
+            whole, `table.key=value` one entry of it.
 
     Raises:
         ValueError: For an unreadable file, an unknown or missing key, a value out of bounds, or an
@@ -326,8 +327,14 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 def _override(values: dict[str, Any], item: str) -> None:
     """Puts a `key=value` in; of `table.key=value` the table's other entries stay, the defaults' too."""
-    given = tomllib.loads(item if "=" in item else f"{item} = ")
-    if "." in item.partition("=")[0]:
+    key, equals, value = item.partition("=")
+    if not equals:
+        raise ValueError(f"{item!r} is no key=value")
+    try:
+        given = tomllib.loads(item)
+    except tomllib.TOMLDecodeError:  # a shell takes a string's quotes away
+        given = tomllib.loads(f"{key} = {json.dumps(value)}")
+    if "." in key:
         defaults = TrainConfig(run="")
         for name, part in given.items():
             table = values.get(name, getattr(defaults, name, None))

@@ -222,15 +222,18 @@ def answer_prompts(
         origin: `features.origin_of` the target, where the caller has it.
 
     Raises:
-        ValueError: If a prompt is malformed, or `out` holds answers of another target or other taps.
+        ValueError: If a prompt is malformed, none is short enough, or `out` holds answers of another target or
+            other taps.
     """
     tokenizer = load_tokenizer(target)
     origin = origin_of(target, tokenizer) if origin is None else origin
     if shard_paths(out):
         load_examples(out, target_layer_ids, origin)
     longest = size - max(max_new_tokens + 1, PREFILL_CHUNK)
-    done = read_ids(out)
-    todo = [p for p in read_prompts(prompts, tokenizer, longest) if p[0] not in done]
+    done, fitting = read_ids(out), read_prompts(prompts, tokenizer, longest)
+    if not fitting:
+        raise ValueError(f"{prompts} has no prompt of up to {longest} tokens, what {size=} leaves")
+    todo = [p for p in fitting if p[0] not in done]
     wanted = {name for name, _, _ in todo}
     responses = [e for e in responses if e.id in wanted]
     known = {e.id for e in responses}

@@ -156,7 +156,11 @@ def _samples(setup: Setup, step: int, decoded: Mapping[str, Decoded]) -> list[di
 
 
 def one_step(setup: Setup, state: TrainState, step: int) -> tuple[TrainState, dict[str, float]]:
-    """Step `step` (from 0) on `state`, which is donated; and its metrics. `tokens` counts padding too."""
+    """Step `step` (from 0) on `state`, which is donated; and its metrics. `tokens` counts padding too.
+
+    Raises:
+        ValueError: If the loss or its gradient is not finite.
+    """
     config = setup.config
     blocks, ids = make_step_input(setup, step)
     state, values = train_step(
@@ -165,20 +169,28 @@ def one_step(setup: Setup, state: TrainState, step: int) -> tuple[TrainState, di
         accumulate=config.accumulate,
     )  # fmt: skip
     tokens = float(np.prod(blocks.features.shape[:2]))
-    return state, {name: float(value) for name, value in values.items()} | {"tokens": tokens}
+    told: dict[str, float] = {name: float(value) for name, value in values.items()}
+    if not np.isfinite([told["loss"], told["gradient_norm"]]).all():
+        raise ValueError(
+            f"step {step + 1}: loss={told['loss']} and gradient_norm={told['gradient_norm']} are no numbers to go "
+            "on from; the latest checkpoint is of an earlier step. Try a smaller learning_rate or a longer warmup."
+        )
+    return state, told | {"tokens": tokens}
 
 
 def keep_recipe(config: TrainConfig) -> None:
     """Writes the recipe into the run's folder, where a later call must bring the same one.
 
     Raises:
-        ValueError: If the folder holds a run of another recipe, naming the keys that differ.
+        ValueError: If the folder holds a run of another recipe, naming the keys that differ. A recipe by
+            itself, of a run that ended before it made anything, is no run.
     """
     path = Path(config.run) / "recipe.json"
+    begun = path.exists() and any(other != path for other in path.parent.iterdir())
     recipe, defaults = (
         json.loads(json.dumps(dataclasses.asdict(c))) for c in (config, TrainConfig(run=config.run))
     )
-    if path.exists():
+    if begun:
         kept = defaults | json.loads(path.read_text())  # keys that were not there yet had no effect
         other = sorted(k for k in kept.keys() | recipe.keys() if kept.get(k) != recipe.get(k))
         if other := [k for k in other if k not in FREE]:

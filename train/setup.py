@@ -82,10 +82,10 @@ def prepare(config: TrainConfig, mesh: Mesh) -> Setup:
     examples = _examples(config, target, origin, documents)
     if not config.data:
         report = _counted(config, examples)
-    counts = dataclasses.asdict(report) | {"rows": len(_rows(config, examples))}
+    counts = dataclasses.asdict(report) | count_anchors(config, examples)
     if is_first():
         (run / "data.json").write_text(json.dumps(counts, indent=1))
-        told = ", ".join(f"{count} {name}" for name, count in counts.items())
+        told = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
         print(f"{config.run}: training on {told}", file=sys.stderr)
     held_out = {
         path.stem: load_examples(run / path.stem, config.target_layer_ids, origin)
@@ -108,6 +108,18 @@ def _rows(config: TrainConfig, examples: Sequence[Example]) -> list[list[int]]:
     return pack([min(len(e.tokens), config.sequence_size) for e in examples], config.sequence_size)
 
 
+def count_anchors(config: TrainConfig, examples: Sequence[Example]) -> dict[str, int]:
+    """Rows, the anchors that are legal in them, and how many of those an epoch draws: up to `anchors` a row.
+
+    A packed row's documents share its anchors: where far fewer are drawn than are legal, raise `anchors`.
+    """
+    seen = [e.supervised[: config.sequence_size] for e in examples]
+    legal = np.array([int((s[:-1] & s[1:]).sum()) for s in seen])
+    rows = [int(legal[row].sum()) for row in _rows(config, examples)]
+    drawn = sum(min(n, config.anchors) for n in rows)
+    return {"rows": len(rows), "legal_anchors": sum(rows), "anchors_an_epoch": drawn}
+
+
 def _counted(config: TrainConfig, examples: Sequence[Example]) -> Report:
     """The report of answers, none of which is left out."""
     return Report(
@@ -119,11 +131,22 @@ def _counted(config: TrainConfig, examples: Sequence[Example]) -> Report:
 
 
 def _documents(config: TrainConfig, target: Target) -> tuple[list[Example], Report]:
-    """The recipe's files, if it names any."""
-    return read_files(
+    """The recipe's files, if it names any.
+
+    Raises:
+        ValueError: If they are malformed, or too few for a step.
+    """
+    documents, report = read_files(
         [Path(path) for path in config.data], load_tokenizer(target), config.sequence_size,
         too_long=config.too_long, thinking=config.thinking, turns=config.turns,
     )  # fmt: skip
+    rows = len(_rows(config, documents))
+    if config.data and rows < config.batch_size:
+        raise ValueError(
+            f"data={list(config.data)} gives {rows} rows of up to {config.sequence_size=} tokens, fewer than "
+            f"{config.batch_size=}"
+        )
+    return documents, report
 
 
 def _examples(
