@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -150,6 +151,17 @@ def place(tree: Tree, rules: Rules) -> Tree:
     """`shard` on the mesh of `jax.set_mesh`; without one, the tree as it is."""
     mesh = jax.sharding.get_mesh()
     return tree if mesh.empty else shard(tree, mesh, rules)
+
+
+def place_parts(
+    shape: tuple[int, ...], read: Callable[[Any], np.ndarray], rules: Rules
+) -> jax.Array:
+    """`place` of an array that every process reads its own parts of, as `read` gives them by index."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return jnp.asarray(read((slice(None),) * len(shape)))
+    sharding = NamedSharding(mesh, spec_of("", shape, mesh, rules))
+    return jax.make_array_from_callback(shape, sharding, read)
 
 
 def gathered(tree: Tree) -> Tree:

@@ -24,13 +24,13 @@ def steps(mesh) -> dict:
     Rows 2 and 3, which a device of four has for itself, have no anchor.
 
     Returns:
-        Each step's `metrics`, the parameters' `norms` behind the last one, the `normalizer`'s `sums`, and
-        the programs.
+        Each step's `metrics`, the parameters' `norms` behind the last one, the `normalizer`'s `sums`,
+        the rows that were `read`, and the programs.
     """
     from fakes import DRAFT, random_params
 
     from dflash_jax.models.draft import DFlashDraftModel
-    from dflash_jax.sharding import BATCH, shard
+    from dflash_jax.sharding import BATCH, place_parts, shard
     from dflash_jax.sharding import DRAFT as RULES
     from dflash_jax.sharding import VOCABULARY as BY_ID
     from train.anchors import sample_anchors
@@ -83,9 +83,17 @@ def steps(mesh) -> dict:
         states = rng.standard_normal((32, 24)).astype(np.float32)
         of_all = jax.jit(normalizer).lower(head, states).compile()
         sums = [np.asarray(x).tolist() for x in of_all(head, states)]
+        read, whole = [], np.arange(8.0)[:, None]
+        again = place_parts((8, 1), lambda index: read.append(index) or whole[index], BATCH)
+        assert np.array_equal(again, whole)
     norms = [float(np.linalg.norm(np.asarray(x))) for x in jax.tree.leaves(state.params)]
     programs = {"program": step.as_text(), "normalizer_program": of_all.as_text()}
-    return {"metrics": metrics, "norms": norms, "sums": sums} | programs
+    return {
+        "metrics": metrics,
+        "norms": norms,
+        "sums": sums,
+        "read": sorted({(i[0].start, i[0].stop) for i in read}),
+    } | programs
 
 
 def decode(mesh) -> dict:

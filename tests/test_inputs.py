@@ -28,6 +28,13 @@ def test_a_steps_labels_index_the_head_rows_of_their_tokens(store, tmp_path):
     assert set(whole) <= known
 
 
+def test_without_candidates_the_whole_vocabulary_takes_part(store, tmp_path):
+    few, ids = make_step_input(set_up(store, tmp_path, candidates=60), 0)
+    every, none = make_step_input(set_up(store, tmp_path, candidates=0), 0)
+    assert none is None
+    np.testing.assert_array_equal(every.labels, jnp.asarray(ids)[few.labels])
+
+
 def test_a_recipe_with_visible_prefixes_has_the_same_anchors_and_fewer_labels(store, tiny_setup):
     other = set_up(store, tiny_setup.config.run, prefix_base=0.9)
     plain, shown = (make_step_input(setup, 0)[0] for setup in (tiny_setup, other))

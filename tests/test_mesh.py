@@ -90,6 +90,10 @@ def test_no_device_ever_has_the_whole_head_or_its_logits(on_eight):
         assert all(np.prod(shape) <= 32 * 4 for shape in shapes)
 
 
+def test_features_are_read_by_the_rows_that_a_device_holds(on_eight):
+    assert on_eight["read"] == [[0, 2], [2, 4], [4, 6], [6, 8]]
+
+
 def test_devices_normalise_over_their_own_ids_and_meet_once(on_eight):
     every = [*collectives(on_eight["normalizer_program"])]
     assert every

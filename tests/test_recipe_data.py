@@ -150,42 +150,6 @@ def test_an_examples_noise_does_not_depend_on_its_neighbours_in_the_row():
     assert [a - len(two.tokens) for a in found] == expected
 
 
-# Processes.
-
-
-@pytest.mark.parametrize("count", [2, 4])
-def test_processes_share_the_global_batch(count):
-    setup = set_up(recipe(batch_size=4, anchors=4, candidates=700))
-    for step in (0, 7):
-        whole, ids = make_step_input(setup, step)
-        parts = [make_step_input(setup, step, i, count) for i in range(count)]
-        assert all(np.array_equal(ids, own) for _, own in parts)
-        joined = jax.tree.map(lambda *x: np.concatenate(x), *(blocks for blocks, _ in parts))
-        jax.tree.map(np.testing.assert_array_equal, joined, whole)
-    with pytest.raises(ValueError, match=r"batch_size=4 must be a multiple of process_count=3"):
-        make_step_input(setup, 0, 0, 3)
-
-
-def test_a_process_reads_the_features_of_its_own_rows_alone():
-    read = []
-
-    @dataclasses.dataclass(frozen=True)
-    class Spy:
-        name: str
-        values: np.ndarray
-
-        def __array__(self, dtype=None, copy=None):
-            read.append(self.name)
-            return self.values
-
-    plain = set_up(recipe(batch_size=4, anchors=4))
-    spied = [dataclasses.replace(e, features=Spy(e.id, e.features)) for e in plain.examples]
-    setup = dataclasses.replace(plain, examples=spied)
-    for i in range(2):
-        make_step_input(setup, 3, i, 2)
-    assert len(read) == len(set(read)) == 4
-
-
 # Rows that teach nothing.
 
 

@@ -59,7 +59,8 @@ class TrainConfig:
         accumulate: Parts that a step's sequences go through one after the other, for less memory.
         anchors: Blocks a sequence.
         sequence_size: Tokens a sequence; longer ones are cut.
-        frequent, candidates: Head rows of a step: the frequent ids, and all.
+        frequent, candidates: Head rows of a step: the frequent ids, and all; without candidates (0) the whole
+            vocabulary.
         dtype: Of the operands of a step's products with weights, "float32" or "bfloat16".
         chunk: Rows of blocks that go through the head at a time.
         optimizer: "adamw", or "muon" for the matrices and AdamW for the rest.
@@ -158,7 +159,7 @@ class TrainConfig:
             raise ValueError("; ".join(problems))
         _ = self.objective, self.draft_head  # raise for names that they do not know
         labels = self.batch_size * self.anchors * self.block_size
-        if self.candidates < self.frequent + labels:
+        if 0 < self.candidates < self.frequent + labels:
             raise ValueError(
                 f"{self.candidates=} must be at least {self.frequent=} and a step's {labels} labels"
             )
@@ -227,7 +228,7 @@ CHOICES = {
 }
 _LEAST = {
     "seed": 0, "mask_token_id": 0, "warmup": 0, "block_size": 2, "decode_every": 0, "samples": 0, "sliding_window": 0,
-    "draft_vocab_size": 0,
+    "draft_vocab_size": 0, "candidates": 0,
 }  # fmt: skip
 _MAY_BE_ZERO = (
     "final_rate", "weight_decay", "b1", "b2", "dpace_alpha", "prefix_base", "muon_momentum", "ema",

@@ -5,37 +5,31 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from dflash_jax.models.draft import first_slot
 from dflash_jax.ops.mask import document_positions
-from dflash_jax.sharding import BATCH, place
+from dflash_jax.sharding import BATCH, place, place_parts
 from train.anchors import choose_anchors, sample_first_slots
 from train.data import batch_indices, candidate_ids, make_batch, stack_features
 from train.features import online_features
 from train.setup import Setup
 from train.step import Blocks, make_blocks
+from train.store import Example
 
 
-def make_step_input(
-    setup: Setup, step: int, process_index: int = 0, process_count: int = 1
-) -> tuple[Blocks, np.ndarray | None]:
+def make_step_input(setup: Setup, step: int) -> tuple[Blocks, np.ndarray | None]:
     """Step `step`'s blocks and head rows; a function of the step alone, so that a resumed run is the same run.
 
     Args:
         setup: Of the run.
         step: From 0.
-        process_index, process_count: Which of the processes this is: each gets its slice of the batch's
-            rows, and all get the head rows of the whole batch.
 
     Returns:
-        The blocks, on the mesh if there is one, and the head rows, None for all of a reduced vocabulary.
-
-    Raises:
-        ValueError: If the rows do not divide among the processes.
+        The blocks, on the mesh if there is one, and the head rows; None for the whole vocabulary, the
+        draft's own or the target's. Each process reads the features of its own rows.
     """
     config, draft = setup.config, setup.module.config
-    if config.batch_size % process_count:
-        raise ValueError(f"{config.batch_size=} must be a multiple of {process_count=}")
     chosen = batch_indices(step, len(setup.rows), config.batch_size, config.seed)
     rows = [[setup.examples[i] for i in setup.rows[n]] for n in chosen]
     batch = make_batch(rows, config.sequence_size)
@@ -45,31 +39,26 @@ def make_step_input(
         anchors=config.anchors, block_size=config.block_size, prefix_base=config.prefix_base, first_slot=first_slot(draft),
     )  # fmt: skip
     ids = None
-    if draft.draft_vocab_size is None:
+    if draft.draft_vocab_size is None and config.candidates:
         labels, rng = np.asarray(blocks.labels), np.random.default_rng((config.seed, step, 1))
         ids = candidate_ids(
             np.unique(labels), setup.frequent, draft.vocab_size, config.candidates, rng
         )
         blocks = blocks.replace(labels=jnp.asarray(np.searchsorted(ids, labels), jnp.int32))
-    each = config.batch_size // process_count
-    own = slice(process_index * each, (process_index + 1) * each)
-    blocks = jax.tree.map(lambda x: x[own], blocks)
-    features = _features(setup, rows[own])
-    width = len(draft.target_layer_ids) * draft.hidden_size
-    blocks = blocks.replace(
-        features=features[..., :width],
-        teacher=features[..., width:] if config.objective.needs_teacher else None,
-        documents=blocks.documents if config.packed else None,
-    )
-    return place(blocks, BATCH), ids
+    documents = blocks.documents if config.packed else None
+    blocks = place(blocks.replace(documents=documents), BATCH)
+    features, width = _features(setup, rows), len(draft.target_layer_ids) * draft.hidden_size
+    teacher = features[..., width:] if config.objective.needs_teacher else None
+    return blocks.replace(features=features[..., :width], teacher=teacher), ids
 
 
-def _features(setup: Setup, rows):
+def _features(setup: Setup, rows: list[list[Example]]) -> Float[Array, "B S CD"]:
     """The taps of the rows' examples, as the recipe wants them: stored, or computed now."""
     size = setup.config.sequence_size
     if setup.config.features == "online":
-        return online_features(setup.target, rows, setup.taps, size)
-    return jnp.asarray(stack_features(rows, size))
+        return place(online_features(setup.target, rows, setup.taps, size), BATCH)
+    shape = (len(rows), size, len(setup.taps) * setup.module.config.hidden_size)
+    return place_parts(shape, lambda index: stack_features(rows[index[0]], size), BATCH)
 
 
 @functools.partial(jax.jit, static_argnames=("anchors", "block_size", "prefix_base", "first_slot"))
