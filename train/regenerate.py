@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows=args.rows, refill=args.refill, max_new_tokens=args.max_new_tokens, size=args.size,
             sampling=Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p), seed=args.seed,
         )  # fmt: skip
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, FloatingPointError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
     return 0

@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             setup = prepare(config, mesh)
             signals.patient = True
             train(setup, lambda: greatest(signals.number))
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, FloatingPointError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
     except Interrupted as e:
