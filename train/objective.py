@@ -215,7 +215,9 @@ def _of_tokens(
     assert of_all.mean is not None
     share = dict(objective.mixture)
     whole = sum(share.values())
-    row = sum((share[n] * head[tokens[n]].astype(jnp.float32).T for n in share), jnp.zeros(1))
+    row = sum(
+        (share[n] * head[tokens[n]].astype(jnp.float32).T for n in share), jnp.zeros(hidden.shape)
+    )
     loss = whole * of_all.log - read.multiplier * (row * hidden).sum(axis=0)
     gradient = read.multiplier * (whole * of_all.mean - row)
     confidence = jnp.exp(-loss / whole)
