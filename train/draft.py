@@ -158,7 +158,9 @@ def write_draft(folder: Path, draft: DraftConfig, params: Any) -> None:
 
 
 def _dialect(draft: DraftConfig) -> Dialect | None:
-    for dialect in DIALECTS:
+    # Full layers say nothing of a window rule: the reader takes its own dialect's.
+    nested = draft.window_rule == "speculators"
+    for dialect in sorted(DIALECTS, key=lambda d: (d == "speculators") != nested):
         try:
             draft_json(draft, "bfloat16", dialect)
         except ValueError:
