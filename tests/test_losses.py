@@ -113,6 +113,45 @@ def dense_selector(logits, table, columns, labels, replace):
     return losses, listed, chosen
 
 
+@pytest.mark.parametrize(
+    "mixture",
+    [
+        (("cross_entropy", 2.0),),
+        (("cross_entropy", 0.3), ("target_cross_entropy", 0.5)),
+        (("kl_divergence", 0.5), ("total_variation", 0.5), ("cross_entropy", 0.2)),
+    ],
+    ids=lambda m: "-".join(name for name, _ in m),
+)
+def test_a_frozen_heads_losses_and_gradients_are_those_of_one_that_learns(mixture):
+    hidden, head, labels, _, teacher = case(3)
+    objective, read = Objective(mixture=mixture), Readout(multiplier=0.7)
+    weights = jnp.arange(R) * 0.1
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def rows_and_gradient(hidden, learns):
+        def loss(hidden):
+            rows = vocabulary_loss(
+                objective, hidden, head, labels, teacher, chunk=7, read=read, learns=learns
+            )
+            return (weights * rows.loss).sum(), rows
+
+        return jax.grad(loss, has_aux=True)(hidden)
+
+    frozen, learning = (jax.tree.leaves(rows_and_gradient(hidden, x)) for x in (False, True))
+    for a, b in zip(frozen, learning, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    assert np.abs(frozen[0]).max() > 0.01
+
+
+def test_a_target_that_is_no_number_is_no_other_tokens_loss():
+    hidden, head, labels, _, teacher = case(4)
+    objective = Objective(mixture=(("target_cross_entropy", 1.0),))
+    rows = jax.jit(functools.partial(vocabulary_loss, objective, chunk=7, learns=False))(
+        hidden, head, labels, teacher.at[0, 5].set(jnp.nan)
+    )
+    assert np.flatnonzero(np.isnan(rows.loss)).tolist() == [5]
+
+
 @pytest.mark.parametrize("missing", ["skip", pytest.param("replace", marks=pytest.mark.slow)])
 def test_the_chunked_selectors_loss_and_gradients_are_the_dense_ones(missing):
     hidden, head, labels, counts, _ = case()

@@ -14,7 +14,7 @@ from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.pair import load_draft, load_target
 from train.anchors import sample_anchors
 from train.objective import Objective, acceptance_length, weighted
-from train.step import block_hidden, hidden_rows, make_blocks
+from train.step import block_hidden, block_rows, make_blocks
 
 TARGET_CE, KL = (("target_cross_entropy", 1.0),), (("kl_divergence", 1.0),)
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def loss_of_hidden(module, objective, hidden, params, embedding, head, blocks):
     """The loss with its parts, and its gradient by the states."""
 
     def loss(hidden):
-        rows = hidden_rows(module, objective, 7, params, hidden, embedding, head, blocks)
+        rows = block_rows(module, objective, 7, params, hidden, embedding, head, blocks)
         return weighted(objective, rows, blocks.first, blocks.counts)
 
     return jax.value_and_grad(loss, has_aux=True)(hidden)

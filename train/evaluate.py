@@ -13,7 +13,15 @@ from dflash_jax.sharding import BATCH, EVERYWHERE, constrain, place
 from train.anchors import sample_anchors
 from train.data import make_batch, stack_features
 from train.objective import Objective, acceptance_length
-from train.step import Blocks, block_rows, in_vocabulary, make_blocks, target_rows, whole
+from train.step import (
+    Blocks,
+    block_hidden,
+    block_rows,
+    in_vocabulary,
+    make_blocks,
+    target_rows,
+    whole,
+)
 from train.store import Example
 
 
@@ -29,7 +37,8 @@ def block_correct(
     chunk: int,
 ) -> Bool[Array, "B A Q"]:
     """Where what the draft proposes, of all ids that it has, is the label, given the true tokens before it."""
-    rows = block_rows(module, Objective(), chunk, params, embedding, head, feature_scale, blocks)
+    hidden = block_hidden(module, params, embedding, feature_scale, blocks)
+    rows = block_rows(module, Objective(), chunk, params, hidden, embedding, head, blocks)
     return constrain(rows.correct.reshape(blocks.labels.shape), EVERYWHERE)
 
 

@@ -1,8 +1,8 @@
 """The log-normaliser of a softmax over a vocabulary and its gradient, a few thousand ids at a time.
 
 As flash attention (arXiv 2205.14135) with one query a row and the head's rows for keys and values: sums are
-kept relative to the largest logit so far, so that no `[V, R]` array is ever written. On two CPU cores and
-49,152 ids it takes 0.65 of the time of logits held whole, which their cost to memory explains.
+kept relative to the largest logit so far, so that no `[V, R]` array is ever written. On two CPU cores, with
+49,152 ids, width 576 and 448 rows in float32, value and gradient take 0.65 of the time of logits held whole.
 """
 
 from typing import NamedTuple

@@ -211,14 +211,17 @@ def _of_tokens(
     tokens = {"cross_entropy": labels}
     if teacher is not None:
         tokens["target_cross_entropy"] = normalizer(head, teacher, gradient=False).likeliest
-    of_all = normalizer(head, read.multiplier * hidden)
+    states = (read.multiplier * hidden).astype(head.dtype)
+    of_all = normalizer(head, states)
     assert of_all.mean is not None
     share = dict(objective.mixture)
     whole = sum(share.values())
-    row = sum(
-        (share[n] * head[tokens[n]].astype(jnp.float32).T for n in share), jnp.zeros(hidden.shape)
-    )
-    loss = whole * of_all.log - read.multiplier * (row * hidden).sum(axis=0)
+    row = jnp.zeros(hidden.shape)
+    for name, part in share.items():
+        # A target that is no number has no likeliest token: its row is none either, not another's.
+        found = head.at[tokens[name]].get(mode="fill", fill_value=jnp.nan)
+        row = row + part * found.astype(jnp.float32).T
+    loss = whole * of_all.log - (row * states.astype(jnp.float32)).sum(axis=0)
     gradient = read.multiplier * (whole * of_all.mean - row)
     confidence = jnp.exp(-loss / whole)
     return Rows(loss, confidence, of_all.likeliest == labels), gradient

@@ -126,8 +126,9 @@ def block_loss(
         ids: Those ids, as indices into the draft's own tables; None for all that it has.
         base_share: See `vocabulary_loss`.
     """
+    hidden = block_hidden(module, params, embedding, feature_scale, blocks)
     rows = block_rows(
-        module, objective, chunk, params, embedding, head, feature_scale, blocks, ids, base_share
+        module, objective, chunk, params, hidden, embedding, head, blocks, ids, base_share
     )
     counts = blocks.counts
     if blocks.inside is not None and objective.needs_labels:
@@ -140,29 +141,6 @@ def block_rows(
     objective: Objective,
     chunk: int,
     params: Any,
-    embedding: Float[Array, "V D"],
-    head: Float[Array, "V2 D"],
-    feature_scale: Float[Array, " CD"],
-    blocks: Blocks,
-    ids: Int[Array, " V2"] | None = None,
-    base_share: Float[Array, ""] | None = None,
-) -> Rows:
-    """What `block_loss` sums up, of every slot; the slots before `Blocks.first_slot` are zero.
-
-    Raises:
-        ValueError: If the objective needs the target's states and the blocks have none.
-    """
-    hidden = block_hidden(module, params, embedding, feature_scale, blocks)
-    return hidden_rows(
-        module, objective, chunk, params, hidden, embedding, head, blocks, ids, base_share
-    )
-
-
-def hidden_rows(
-    module: DFlashDraftModel,
-    objective: Objective,
-    chunk: int,
-    params: Any,
     hidden: Float[Array, "D B T"],
     embedding: Float[Array, "V D"],
     head: Float[Array, "V2 D"],
@@ -170,7 +148,14 @@ def hidden_rows(
     ids: Int[Array, " V2"] | None = None,
     base_share: Float[Array, ""] | None = None,
 ) -> Rows:
-    """`block_rows` from the draft's hidden states `[D, B, A * Q]` on."""
+    """What `block_loss` sums up, of every slot; the slots before `Blocks.first_slot` are zero.
+
+    Args:
+        hidden: The draft's hidden states `[D, B, A * Q]`; the others as there.
+
+    Raises:
+        ValueError: If the objective needs the target's states and the blocks have none.
+    """
     (B, A, Q), skip = blocks.labels.shape, blocks.first_slot
     hidden = hidden.reshape(-1, B, A, Q)[..., skip:].reshape(-1, B, A * (Q - skip))
     read = readout(module, params, hidden, blocks.tokens[:, :, : Q - skip], embedding, ids)
