@@ -149,8 +149,9 @@ def shard(tree: Tree, mesh: Mesh, rules: Rules) -> Tree:
 
 def place(tree: Tree, rules: Rules) -> Tree:
     """`shard` on the mesh of `jax.set_mesh`; without one, the tree as it is."""
-    mesh = jax.sharding.get_mesh()
-    return tree if mesh.empty else shard(tree, mesh, rules)
+    if jax.sharding.get_abstract_mesh().empty:  # inside jit too, where only shapes are asked for
+        return tree
+    return shard(tree, jax.sharding.get_mesh(), rules)
 
 
 def place_parts(

@@ -126,7 +126,8 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mesh")
     examples = tiny_answers(8, 20, (*TAPS, LAST))
     for i in (3, 5):  # without a legal anchor
-        examples[i] = dataclasses.replace(examples[i], prompt_length=len(examples[i].tokens) - 1)
+        last = np.arange(len(examples[i].tokens)) == len(examples[i].tokens) - 1
+        examples[i] = dataclasses.replace(examples[i], supervised=last)
     write_shard(folder / "store", 0, examples, (*TAPS, LAST))
     config = recipe(
         folder / "one", batch_size=4, anchors=3, candidates=60, steps=4, evaluate_every=4, decode_every=1,
