@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from dflash_jax.config.dialects import is_nested, read_flat, read_nested
 from dflash_jax.config.fields import build
-from dflash_jax.config.heads import DFlash2, Domino, Head
+from dflash_jax.config.heads import DFlash2, Head
 from dflash_jax.config.transformer import TransformerConfig, require_integer
 
 WindowRule = Literal["zlab", "nemo", "specforge", "speculators"]
@@ -74,7 +74,7 @@ class DraftConfig(TransformerConfig):
         if self.draft_vocab_size is not None:
             if not 0 < self.draft_vocab_size < self.vocab_size:
                 raise ValueError(f"{self.draft_vocab_size=} is not in [1, {self.vocab_size})")
-            if isinstance(self.head, DFlash2 | Domino):
+            if isinstance(self.head, DFlash2):
                 raise ValueError(f"{self.draft_vocab_size=}: this head needs the whole vocabulary")
             object.__setattr__(self, "own_head", True)
         if isinstance(self.head, DFlash2):
