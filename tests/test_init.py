@@ -11,15 +11,20 @@ import pytest
 from fakes import leaves_equal, prompts_of
 from training import answers
 
+from dflash_jax.checkpoint.keys import flatten
+from dflash_jax.config import Domino
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.pair import load_draft, load_target
 from dflash_jax.sharding import make_mesh
 from train.config import TrainConfig, read_recipe
 from train.data import frequent_ids
 from train.draft import draft_config, export, first_state
+from train.inputs import make_step_input
 from train.optimizer import make_optimizer
 from train.run import one_step
 from train.setup import Setup, prepare
+from train.step import block_hidden, whole
+from train.vocabulary import target_ids
 from train.warm_start import fold_scale
 
 OTHERS = (
@@ -80,11 +85,36 @@ def test_a_published_draft_is_trained_on_and_exported(golden, tmp_path, name):
     assert leaves_equal(written.params, rounded)
 
 
+def test_a_recipe_adds_layers_a_head_and_a_vocabulary_which_start_quiet(golden, tmp_path):
+    added = ("num_hidden_layers=3", 'head={kind="domino", emb_dim=6, gru_hidden_dim=10}', "draft_vocab_size=64")  # fmt: skip
+    setup = set_up(golden, tmp_path, "dflash_full", *added)
+    given = load_draft(golden / "drafts/dflash_full", setup.target, dtype="float32")
+    draft = setup.module.config
+    assert (draft.num_hidden_layers, draft.draft_vocab_size, draft.own_head) == (3, 64, True)
+    assert isinstance(draft.head, Domino)
+    state = begin(setup)
+    params = fold_scale(state.params, state.feature_scale)
+    for path, leaf in flatten(given.params).items():
+        np.testing.assert_allclose(flatten(params)[path], leaf, rtol=1e-5, atol=1e-7)
+    assert state.d2t is not None
+    rows = setup.head[target_ids(state.d2t)]
+    np.testing.assert_array_equal(params["lm_head"]["weight"], rows)
+    last = setup.target.params["layers_3"]["mlp"]["down_proj"]["weight"]
+    np.testing.assert_allclose(params["layers_2"]["mlp"]["down_proj"]["weight"], 0.02 * last)
+    blocks, _ = make_step_input(setup, 0)
+    before = block_hidden(DFlashDraftModel(given.config), fold_scale(given.params, 1 / state.feature_scale), setup.embedding, state.feature_scale, blocks)  # fmt: skip
+    params = whole(state.params, state.d2t)
+    after = block_hidden(setup.module, params, setup.embedding, state.feature_scale, blocks)
+    assert np.linalg.norm(after - before) < 0.1 * np.linalg.norm(before)
+    _, values = one_step(setup, state, 0)
+    assert np.isfinite(values["loss"])
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("block_size=8", "has block_size=6, but the recipe says block_size=8"),
-        ("num_hidden_layers=5", "has num_hidden_layers=2, but the recipe says num_hidden_layers=5"),
+        ("num_hidden_layers=1", "has num_hidden_layers=2, but the recipe says num_hidden_layers=1"),
         ("mask_token_id=9", "has mask_token_id=253, but the recipe says mask_token_id=9"),
         ("target_layer_ids=[0, 1]", r"\(0, 1, 3\), but the recipe says target_layer_ids=\(0, 1\)"),
         ('init="absent/folder"', "init='absent/folder': "),

@@ -18,13 +18,13 @@ from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
 from dflash_jax.pair import Target, check_pair, load_draft
 from dflash_jax.sharding import DRAFT, gathered, place
 from train.config import TrainConfig
-from train.init import check_said, init_config
+from train.init import grown, init_config
 from train.mesh import is_first
 from train.optimizer import trained_params
 from train.step import TrainState, whole
 from train.store import Example
 from train.vocabulary import count_tokens, frequent_vocabulary, offsets
-from train.warm_start import feature_scale, fold_scale, random_params, warm_start
+from train.warm_start import feature_scale, fold_scale, random_params, warm_start, with_start
 
 _MAYBE_SAID = (
     "layer_types", "sliding_window", "is_causal", "window_rule", "sample_from_anchor", "head", "draft_vocab_size",
@@ -33,7 +33,7 @@ _MAYBE_SAID = (
 
 
 def draft_config(target: Target | Header[TargetConfig], config: TrainConfig) -> DraftConfig:
-    """The shape of the recipe's `init`; without one the target's own, with Qwen3's query and key norms.
+    """The shape of the recipe's `init` and what it adds; without one the target's own, with Qwen3's query and key norms.
 
     Args:
         target: A whole one is not needed: its parameters are not looked at.
@@ -49,7 +49,7 @@ def draft_config(target: Target | Header[TargetConfig], config: TrainConfig) -> 
         said = [k for k in _MAYBE_SAID if getattr(config, k) != getattr(unsaid, k)]
         if said:
             described = vars(_like(c, config))
-            check_said(config.init, draft, {k: described[k] for k in said})
+            draft = grown(config.init, draft, {k: described[k] for k in said})
     else:
         draft = _like(c, config)
     check_pair(c, target.stop_token_ids, draft, target.pad_token_id)
@@ -108,9 +108,11 @@ def first_state(
     width = len(draft.target_layer_ids) * draft.hidden_size
     taps = [dataclasses.replace(e, features=e.features[:, :width]) for e in examples[:64]]
     scale = feature_scale(taps)
+    start = None
     if config.init:
-        ids = draft.target_layer_ids
-        start = load_draft(config.init, target, target_layer_ids=ids, dtype="float32")
+        taps_of_it = draft.target_layer_ids
+        start = load_draft(config.init, target, target_layer_ids=taps_of_it, dtype="float32")
+    if start is not None and start.config == draft:
         params = fold_scale(start.params, 1 / scale)
         d2t = params.pop("d2t", None)
     else:
@@ -119,6 +121,8 @@ def first_state(
         ids = draft_vocabulary(target, draft, examples) if reduced else None
         params = warm_start(params, target.params, draft, scale, taps, ids)
         d2t = None if ids is None else jnp.asarray(offsets(ids))
+        if start is not None:
+            params = with_start(params, fold_scale(start.params, 1 / scale), d2t)
     rules = DRAFT.of(draft)
     params = place(params, rules)
     moments = optimizer.init(params)

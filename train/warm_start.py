@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.checkpoint.keys import flatten, nest
 from dflash_jax.config import DraftConfig
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.sharding import gathered
 from train.store import Example
+from train.vocabulary import target_ids
 
 
 def random_params(config: DraftConfig, key: jax.Array) -> dict[str, Any]:
@@ -26,8 +28,13 @@ def random_params(config: DraftConfig, key: jax.Array) -> dict[str, Any]:
         (len(config.target_layer_ids) * config.hidden_size, 1, 1), jnp.float32
     )
     anchors = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    zeros = [jnp.zeros(a.shape, a.dtype) for a in (x, context, anchors)]
-    return dict(module.init(key, *zeros, method="every_parameter")["params"])
+
+    @jax.jit  # which leaves out all but the parameters
+    def init(key):
+        zeros = [jnp.zeros(a.shape, a.dtype) for a in (x, context, anchors)]
+        return module.init(key, *zeros, method="every_parameter")["params"]
+
+    return dict(init(key))
 
 
 def feature_scale(examples: Sequence[Example], sample: int = 64) -> Float[np.ndarray, " CD"]:
@@ -95,6 +102,37 @@ def warm_start(
     # Half the target's scale: the first guesses should not be as sure as the target.
     started["norm"] = {"weight": gathered(target["norm"]["weight"]) * 0.5}
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32), started)
+
+
+# What a new layer or head gives to the rest of a draft that it joins goes through one of these.
+_GIVES = (
+    "self_attn/o_proj/weight", "mlp/down_proj/weight", "embed_proj/2/weight", "markov_head/markov_w2/weight",
+)  # fmt: skip
+_QUIET = 0.02
+
+
+def with_start(
+    params: Mapping[str, Any], start: Mapping[str, Any], d2t: Int[Array, " Vd"] | None
+) -> dict[str, Any]:
+    """The parameters of a grown draft: those that it had, and quiet new ones.
+
+    Args:
+        params: New ones, all of them.
+        start: The draft's that grows.
+        d2t: Of the grown draft's vocabulary, whose rows it keeps of a head of all ids.
+    """
+    had, leaves = flatten(start), {}
+    for path, new in flatten(params).items():
+        old = had.get(path)
+        if old is None:
+            leaves[path] = new * _QUIET if path.endswith(_GIVES) else new
+        elif old.shape == new.shape:
+            leaves[path] = old
+        else:
+            assert path == "lm_head/weight"
+            assert d2t is not None
+            leaves[path] = old[target_ids(d2t)]
+    return nest(leaves)
 
 
 def fold_scale(
