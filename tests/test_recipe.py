@@ -2,7 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from train.config import read_recipe
+from train.checkpoints import measured
+from train.config import TrainConfig, read_recipe
+from train.prompts import EVALUATION_FILES
+from train.setup import held_out_files
 
 RECIPES = Path(__file__).parent.parent / "train/recipes"
 RECIPE = RECIPES / "smollm2.toml"
@@ -124,3 +127,31 @@ def test_a_recipe_without_a_run_or_a_readable_file_is_an_error(tmp_path):
         read_recipe(path, ["steps"])
     with pytest.raises(ValueError, match=r"target_layer_ids='\[1,' must be a list"):
         read_recipe(path, ["target_layer_ids=[1,"])
+
+
+def test_a_recipe_names_its_own_held_out_prompts_and_the_first_file_ranks(tmp_path):
+    mine, more = tmp_path / "mine.jsonl", tmp_path / "more.jsonl"
+    for path in (mine, more):
+        path.write_text('{"text": "Hello"}\n')
+    files = (str(mine), str(more))
+    assert held_out_files(TrainConfig(run="", held_out=files)) == [mine, more]
+    assert held_out_files(TrainConfig(run="")) == list(EVALUATION_FILES)
+    record = {"step": 3, "acceptance_length": {"mine": 2.0, "more": 3.0}, "decoded": {"mine": 1.5}}
+    assert measured(record) == {"acceptance_length": 2.0, "decoded": 1.5}
+    assert measured({"step": 4, "loss": 1.0}) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("absent.jsonl",), r"held_out names \['.*absent.jsonl'\], which are no files"),
+        (("mine.jsonl", "other/mine.jsonl"), r"held_out=\['mine', 'mine'\] must differ"),
+        (("draft.jsonl",), r"held_out=\['draft'\] must differ from each other and from \['checkpoints'"),
+    ],
+)  # fmt: skip
+def test_held_out_files_that_are_missing_or_share_a_folder_are_refused(tmp_path, names, message):
+    (tmp_path / "other").mkdir()
+    for name in ("mine.jsonl", "other/mine.jsonl", "draft.jsonl"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(ValueError, match=message):
+        held_out_files(TrainConfig(run="", held_out=tuple(str(tmp_path / n) for n in names)))

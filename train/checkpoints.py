@@ -8,7 +8,7 @@ from orbax.checkpoint import v1 as ocp
 
 from train.config import TrainConfig
 
-# What a checkpoint at an evaluated step carries: the held-out set's acceptance length by kind of
+# What a checkpoint at an evaluated step carries: the first held-out set's acceptance length by kind of
 # measurement, of which only the first that a run has counts.
 MEASURES = ("decoded", "acceptance_length")
 NOT_RANKED = (False, 0.0)
@@ -22,7 +22,7 @@ def rank(metrics: dict[str, float]) -> tuple[bool, float]:
 
 def measured(record: dict[str, Any]) -> dict[str, float] | None:
     """A metrics record's values for `rank`; None where the step was not evaluated."""
-    found = {m: record[m]["held_out"] for m in MEASURES if "held_out" in record.get(m, {})}
+    found = {m: next(iter(record[m].values())) for m in MEASURES if record.get(m)}
     return found or None
 
 

@@ -70,6 +70,8 @@ class TrainConfig:
         muon_momentum: Of Muon.
         ema: Decay of the average of the parameters that is evaluated and exported; 0 for the parameters.
         evaluate_every, save_every, log_every: Steps.
+        held_out: Files of prompts, see `regenerate.read_prompts`, that the run is evaluated on; the first one decides
+            which checkpoint is the best. Without any, those that come with the embedded pair.
         decode_every: Evaluations, of which the last one also decodes held-out prompts; 0 for none.
         decode_prompts: Prompts of each held-out set that are decoded.
         samples: Of those, how many are shown and kept in `samples.jsonl`.
@@ -141,6 +143,7 @@ class TrainConfig:
     b2: float = 0.95
     muon_momentum: float = 0.95
     ema: float = 0.0
+    held_out: tuple[str, ...] = ()
     evaluate_every: int = 500
     save_every: int = 500
     log_every: int = 50
@@ -259,7 +262,9 @@ def _faults(field: dataclasses.Field, value: Any) -> Iterator[str]:
         yield f"{name}={value!r} must be {' or '.join(CHOICES[name])}"
     if field.type in (bool, bool | None) and type(value) is not bool and value != field.default:
         yield f"{name}={value!r} must be true or false"
-    if name == "data" and not (isinstance(value, tuple) and all(isinstance(v, str) for v in value)):
+    if name in ("data", "held_out") and not (
+        isinstance(value, tuple) and all(isinstance(v, str) for v in value)
+    ):
         yield f"{name}={value!r} must be a list of files"
     if name == "layer_types" and not isinstance(value, tuple):
         yield f"{name}={value!r} must be a list, a name a layer"

@@ -28,6 +28,9 @@ from train.packing import pack
 from train.regenerate import answer_prompts
 from train.store import Example, Origin, load_examples, read_shard
 
+# Of a run, beside those of its held-out answers.
+_FOLDERS = ("checkpoints", "draft", "features", "responses", "tensorboard")
+
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
@@ -66,7 +69,7 @@ class Setup:
 
 def prepare(config: TrainConfig, mesh: Mesh) -> Setup:
     """Makes what the recipe needs and is not there yet: prompts, responses, features."""
-    run = Path(config.run)
+    run, files = Path(config.run), held_out_files(config)
     source = hf.resolve(config.target) if config.target else embedded_target()
     header, _ = open_target(source)
     draft = draft_config(header, config)  # checked before any tensor is read
@@ -88,11 +91,27 @@ def prepare(config: TrainConfig, mesh: Mesh) -> Setup:
         told = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
         print(f"{config.run}: training on {told}", file=sys.stderr)
     held_out = {
-        path.stem: load_examples(run / path.stem, config.target_layer_ids, origin)
-        for path in prompt_set.EVALUATION_FILES
+        path.stem: load_examples(run / path.stem, config.target_layer_ids, origin) for path in files
     }
     frequent = frequent_ids(examples, config.frequent)
     return Setup(config, target, module, make_optimizer(config), examples, held_out, frequent, mesh)
+
+
+def held_out_files(config: TrainConfig) -> list[Path]:
+    """The files of prompts that a run is evaluated on; each gives its name to a folder of the run.
+
+    Raises:
+        ValueError: If one is missing, or two would share a folder.
+    """
+    files = [Path(path) for path in config.held_out or prompt_set.EVALUATION_FILES]
+    if missing := [str(path) for path in files if not path.is_file()]:
+        raise ValueError(f"held_out names {missing}, which are no files")
+    names = [path.stem for path in files]
+    if len({*names, *_FOLDERS}) < len(names) + len(_FOLDERS):
+        raise ValueError(
+            f"held_out={names} must differ from each other and from {sorted(_FOLDERS)}"
+        )
+    return files
 
 
 def taps_of(config: TrainConfig, target: Target) -> tuple[int, ...]:
@@ -177,7 +196,7 @@ def _make(config: TrainConfig, target: Target, origin: Origin, documents: list[E
             target, prompts, run / "responses", () if online else taps, rows=config.rows, size=config.response_size,
             responses=read_shard(Path(config.responses)) if config.responses else (), **sizes,
         )  # fmt: skip
-    for path in prompt_set.EVALUATION_FILES:
+    for path in held_out_files(config):
         answer_prompts(
             target, path, run / path.stem, config.target_layer_ids, rows=config.refill, size=2 * config.response_size,
             **sizes,
