@@ -10,7 +10,7 @@ demo: $(VENV)/.demo
 	@$(BIN)/dflash-jax generate "$(PROMPT)" --block-size 4 --stats
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q -n auto --dist loadfile --max-worker-restart 0
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --max-worker-restart 0 $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

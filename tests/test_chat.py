@@ -3,11 +3,13 @@
 import itertools
 import json
 
+import numpy as np
 import pytest
 
 from dflash_jax.checkpoint.gguf import read_tokenizer
 from dflash_jax.pair import embedded_target
 from train.chat import encode_chat, read_documents
+from train.store import Example, write_shard
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 END = "<|im_end|>"
@@ -293,6 +295,19 @@ def test_a_text_file_is_a_document_a_line(tmp_path, smollm2):
     documents, _ = read_documents(path, smollm2, 100)
     assert [smollm2.decode(d.tokens) for d in documents] == ["Once upon a time", '{"text": 1}']
     assert all(d.supervised.all() for d in documents)
+
+
+def test_a_shard_of_answers_is_read_as_it_is(tmp_path, smollm2):
+    supervised = np.array([False, False, True, True])
+    answer = Example.bare("question-7", "math", np.array([5, 6, 7, 8], np.int32), supervised)
+    write_shard(tmp_path / "store", 0, [answer], ())
+    path = tmp_path / "store/00000.safetensors"
+    (found,), report = read_documents(path, smollm2, 4)
+    assert (found.id, found.kind, found.tokens.tolist()) == ("question-7", "math", [5, 6, 7, 8])
+    assert found.supervised.tolist() == supervised.tolist()
+    assert (report.kept, report.supervised) == (1, 2)
+    documents, report = read_documents(path, smollm2, 3, too_long="cut")
+    assert (documents, report.unsupervised) == ([], 1)  # one supervised token alone teaches nothing
 
 
 def test_what_a_user_says_last_is_left_out(tmp_path, smollm2):

@@ -63,7 +63,7 @@ def begin(setup: Setup):
 
 
 @pytest.mark.parametrize("name", [NESTED, *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)])  # fmt: skip
-def test_a_published_draft_is_trained_on_and_exported(golden, tmp_path, name):
+def test_a_run_starts_from_a_published_draft_as_it_is(golden, tmp_path, name):
     setup = set_up(golden, tmp_path, name)
     given = load_draft(golden / "drafts" / name, setup.target, dtype="float32")
     assert setup.module.config == given.config
@@ -73,14 +73,19 @@ def test_a_published_draft_is_trained_on_and_exported(golden, tmp_path, name):
     state = begin(setup)
     first = fold_scale(state.params, state.feature_scale)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), first, given.params)  # fmt: skip
-    losses = []
+
+
+@pytest.mark.parametrize("name", [NESTED, pytest.param("dflash_mixed", marks=pytest.mark.slow)])
+def test_a_published_draft_is_trained_on_and_exported(golden, tmp_path, name):
+    setup = set_up(golden, tmp_path, name)
+    draft, state, losses = setup.module.config, begin(setup), []
     for step in range(8):
         state, values = one_step(setup, state, step)
         losses.append(values["loss"])
     assert losses[-1] < losses[0]
-    export(given.config, state, tmp_path / "draft")
+    export(draft, state, tmp_path / "draft")
     written = load_draft(tmp_path / "draft", setup.target, dtype=jnp.bfloat16)
-    assert written.config == given.config
+    assert written.config == draft
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), fold_scale(state.params, state.feature_scale))  # fmt: skip
     assert leaves_equal(written.params, rounded)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from train.store import Example
+from train.store import Example, read_shard
 
 Message = dict[str, str]
 Thinking = Literal["keep", "strip"]
@@ -79,11 +79,12 @@ def read_documents(
     thinking: Thinking = "keep",
     turns: Turns = "all",
 ) -> tuple[list[Example], Report]:
-    """The documents of a JSON lines file, or of a `.txt` file with a text a line.
+    """The documents of a JSON lines file, of a `.txt` file with a text a line, or of a `.safetensors` shard.
 
     A JSON line holds `messages` (role and content, for thinking models also `reasoning_content`),
     `conversations` (ShareGPT's from and value) or `text`. A text is taken as the tokenizer has it,
-    without the template, and all of it is supervised.
+    without the template, and all of it is supervised. A shard is in the layout of `store`, the target's
+    answers that come with a recipe for instance; features that it holds are not read.
 
     Args:
         tokenizer: transformers' form.
@@ -104,8 +105,7 @@ def read_documents(
     if max_length < 2:
         raise ValueError(f"{max_length=} is less than 2")
     documents, report = [], Report()
-    for where, row in read_rows(path):
-        ids, supervised = _encoded(where, row, tokenizer, thinking, turns)
+    for name, kind, ids, supervised in _tokenized(path, tokenizer, thinking, turns):
         long = len(ids) > max_length
         if long and too_long == "drop":
             report.dropped += 1
@@ -116,7 +116,7 @@ def read_documents(
             continue
         report.cut += long
         tokens = np.array(ids[:max_length], np.int32)
-        documents.append(Example.bare(where, path.stem, tokens, mask))
+        documents.append(Example.bare(name, kind, tokens, mask))
     report.kept = len(documents)
     report.tokens = sum(len(d.tokens) for d in documents)
     report.supervised = sum(int(d.supervised.sum()) for d in documents)
@@ -146,6 +146,17 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict]]:
         if not isinstance(row, dict) or not row.keys() & {*_FORMS, "text"}:
             raise ValueError(f"{where}: needs an object with one of {[*_FORMS, 'text']}")
         yield where, row
+
+
+def _tokenized(
+    path: Path, tokenizer: Any, thinking: Thinking, turns: Turns
+) -> Iterator[tuple[str, str, Any, Any]]:
+    """Id, kind, token ids and what is supervised of each document of a file."""
+    if path.suffix == ".safetensors":
+        yield from ((e.id, e.kind, e.tokens, e.supervised) for e in read_shard(path))
+        return
+    for where, row in read_rows(path):
+        yield where, path.stem, *_encoded(where, row, tokenizer, thinking, turns)
 
 
 def _encoded(

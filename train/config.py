@@ -27,7 +27,7 @@ class TrainConfig:
     Attributes:
         run: Folder of the run: responses, checkpoints, metrics and the draft.
         target: Checkpoint of the target; empty for the embedded one.
-        data: Files of conversations or texts to train on, see `chat.read_documents`; without any, the target's
+        data: Files of conversations, texts or answers to train on, see `chat.read_documents`; without any, the target's
             answers to the built prompts.
         too_long, thinking, turns: See `chat.read_documents`; too long is what has over sequence_size tokens.
         packed: Whether several short examples share a row.

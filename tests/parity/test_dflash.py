@@ -3,6 +3,9 @@
 import functools
 import json
 
+import jax
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 from dflash.model import DFlash2DraftModel, DFlashDraftModel, dflash_generate
@@ -10,13 +13,16 @@ from transformers import AutoModelForCausalLM
 
 from dflash_jax import generate, load_draft, load_target
 from dflash_jax.checkpoint.export import save_draft
+from dflash_jax.config import DraftConfig
 from dflash_jax.pair import (
-    EMBEDDED_DRAFT,
     embedded_target,
     load_tokenizer,
     read_draft,
     read_draft_config,
 )
+from train.features import taps_of
+from train.store import Example
+from train.warm_start import feature_scale, fold_scale, random_params, warm_start
 
 # dflash 0.1.0 calls transformers by names that it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -75,16 +81,30 @@ def test_our_export_decodes_in_dflash_as_here(name, golden, tmp_path):
         assert decode(exported, theirs(folder), prompt(seed), 40) == ours.tokens[0]
 
 
-def test_the_embedded_pair_decodes_in_dflash_as_here():
-    path = embedded_target()
-    target = load_target()
-    draft = load_draft(None, target)
-    theirs_target = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
-    theirs = DFlashDraftModel.from_pretrained(EMBEDDED_DRAFT, dtype=torch.float32).eval()
+def test_a_draft_for_the_embedded_target_decodes_in_dflash_as_here(tmp_path):
+    """One made of the target's last layers: the embedded draft's head is none of dflash's."""
+    path, target = embedded_target(), load_target()
+    c = target.config
+    config = DraftConfig(
+        hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, num_hidden_layers=2,
+        num_attention_heads=c.num_attention_heads, num_key_value_heads=c.num_key_value_heads, head_dim=c.head_dim,
+        vocab_size=c.vocab_size, max_position_embeddings=c.max_position_embeddings, rms_norm_eps=1e-6, rope=c.rope,
+        qk_norm=True, block_size=8, mask_token_id=16, target_layer_ids=(1, 14, 27), num_target_layers=c.num_hidden_layers,
+    )  # fmt: skip
     tokenizer = load_tokenizer(target)
     message = [{"role": "user", "content": "How do I boil an egg?"}]
     prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-    ours = generate(target, draft, [prompt], max_new_tokens=40)
+    bits = np.asarray(taps_of(target, [prompt], config.target_layer_ids, 64))[0, : len(prompt)]
+    features = bits.copy().view(ml_dtypes.bfloat16)
+    examples = [Example.response("egg", "chat", np.array(prompt), len(prompt) - 1, features)]
+    scale = feature_scale(examples)
+    params = random_params(config, jax.random.key(0))
+    params = fold_scale(warm_start(params, target.params, config, scale, examples), scale)
+    save_draft(tmp_path / "draft", config, params, dtype="float32")
+    theirs_target = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    theirs = DFlashDraftModel.from_pretrained(tmp_path / "draft", dtype=torch.float32).eval()
+    ours = generate(target, load_draft(tmp_path / "draft", target), [prompt], max_new_tokens=40)
     assert decode(theirs, theirs_target.eval(), prompt, 40, [2]) == ours.tokens[0]
+    assert ours.acceptance_length > 1

@@ -1,0 +1,286 @@
+"""What a round costs: against its parts, and against what should not matter.
+
+    python -m benchmarks.decoding [--rounds 9] [--dtype float32] [--only SECTION ...]
+
+On the embedded target, with a draft of three layers of its shape and random weights: nothing in a round's cost
+depends on them, and what is accepted is dictated. All calls of a section alternate in one process; times are medians.
+Writes `benchmarks/results/decoding.json` and prints it.
+
+- parts: plain decoding, the target's forward over 4, 8 and 16 tokens, the draft's over a block, with the whole
+  vocabulary and 8,192 ids of it, and what reading the weights alone takes.
+- accepted: tokens/s over plain decoding's where all proposals are right (oracle) and where none is (hopeless).
+- flat: a round against the cache's capacity, the used length and the rows.
+- calls: `stream` against `generate`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import timing
+from dflash_jax import generate, stream
+from dflash_jax.adapters import bind
+from dflash_jax.cache import read_rows
+from dflash_jax.config import DraftConfig, RopeConfig
+from dflash_jax.decode import DraftFns, Models, State, decode, decode_round, prefill
+from dflash_jax.pair import Draft, Target, load_target
+from dflash_jax.sampling import Picker, Proposals, argmax
+from dflash_jax.states import PREFILL_CHUNK, capacity, new_draft_cache, new_state
+from train.vocabulary import offsets
+from train.warm_start import random_params
+
+USED, BLOCK, REDUCED, LAYERS = 256, 8, 8192, 3
+ORACLE_TOKENS = 192
+
+
+def random_draft(target: Target, block_size: int, vocabulary: int | None = None) -> Draft:
+    """A plain draft of the target's shape with random weights, in the target's dtype."""
+    c = target.config
+    config = DraftConfig(
+        hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, num_hidden_layers=LAYERS,
+        num_attention_heads=c.num_attention_heads, num_key_value_heads=c.num_key_value_heads, head_dim=c.head_dim,
+        vocab_size=c.vocab_size, max_position_embeddings=c.max_position_embeddings, rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=c.rope.theta), qk_norm=True, block_size=block_size, mask_token_id=16,
+        target_layer_ids=(1, 8, 14, 20, 27), num_target_layers=c.num_hidden_layers, draft_vocab_size=vocabulary,
+    )  # fmt: skip
+    dtype = jax.tree.leaves(target.params)[0].dtype
+    params = jax.tree.map(lambda x: x.astype(dtype), random_params(config, jax.random.key(0)))
+    if vocabulary is not None:
+        params["d2t"] = jnp.asarray(offsets(np.arange(vocabulary)))
+    return Draft(config, params, Path("random"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Dictated:
+    """`decode.DraftFns` that does a draft's work and then proposes `params["script"]`, where it holds no -1."""
+
+    own: DraftFns
+
+    def extend(self, params: Any, context: Any, cache: Any) -> Any:
+        return self.own.extend(params, context, cache)
+
+    def propose(
+        self, params: Any, text: Any, cache: Any, block_size: int, pick: Picker
+    ) -> tuple[Proposals, Any]:
+        drafted, cache = self.own.propose(params, text, cache, block_size, pick)
+        said = read_rows(params["script"], pick.anchor + 1, block_size - 1)
+        tokens = jnp.where(said >= 0, said, drafted.tokens)
+        return drafted._replace(tokens=tokens), cache
+
+
+def at_length(target: Target, draft: Draft | None, used: int, size: int, rows: int = 1) -> State:
+    """A state whose rows stand behind `used` tokens, of a cache with `size` slots."""
+    state = new_state(target, [[1] * used] * rows, [size - used] * rows, (), size)
+    length = jnp.full((rows,), used - 1, jnp.int32)
+    state = state.replace(target=state.target.replace(length=length))
+    if draft is not None:
+        cache = new_draft_cache(draft, rows, size)
+        state = state.replace(draft=cache.replace(length=length + 0))
+    return jax.tree.map(jnp.copy, state)
+
+
+def rounds_from(models: Models, params: Any, state: State) -> Callable[[], Any]:
+    """Runs one round after the other, each from the same length: what it wrote is taken back."""
+    step = jax.jit(functools.partial(decode_round, models), donate_argnums=1)
+    before = jax.tree.map(jnp.copy, (state.length, state.rounds, state.target.length))
+    held = [state]
+
+    def call() -> Any:
+        length, rounds, cached = jax.tree.map(jnp.copy, before)
+        state = step(params, held[0])
+        draft = state.draft
+        if draft is not None:
+            draft = draft.replace(length=cached + 0)
+        held[0] = state.replace(
+            length=length, rounds=rounds, target=state.target.replace(length=cached), draft=draft
+        )
+        return state.tokens[:, :1]
+
+    return call
+
+
+def parts(target: Target, rounds: int) -> dict[str, Any]:
+    """Forwards over one token and over blocks, the draft's, and the weights' reading."""
+    size = capacity(USED + 32)
+    ways: dict[str, Callable[[], Any]] = {}
+    models, params = bind(target, None)
+    ways["plain"] = rounds_from(models, params, at_length(target, None, USED, size))
+    for width in (4, 8, 16):
+        ways[f"verify({width})"] = _verify(target, models, params, width, size)
+    for name, vocabulary in (("draft", None), (f"draft, {REDUCED} ids", REDUCED)):
+        draft = random_draft(target, BLOCK, vocabulary)
+        ways[name] = _drafting(target, draft, size)
+    head = target.params["embed_tokens"]["weight"]
+    column = jnp.ones((head.shape[1],), head.dtype)
+    ways["head alone"] = functools.partial(jax.jit(lambda w, x: w @ x), head, column)
+    seconds = timing.alternate(ways, rounds)
+    plain, read = seconds["plain"], seconds["head alone"]
+    weights = sum(x.size for x in jax.tree.leaves(target.params))
+    floor = read * weights / head.size
+    return {
+        "milliseconds": {name: 1e3 * value for name, value in seconds.items()},
+        "over_plain": {name: value / plain for name, value in seconds.items() if name != "plain"},
+        "gigabytes_per_second": head.nbytes / read / 1e9,
+        "plain_over_reading_the_weights": plain / floor,
+    }
+
+
+def _verify(
+    target: Target, models: Models, params: Any, width: int, size: int
+) -> Callable[[], Any]:
+    """The target's forward and its head over `width` tokens, always at the same length."""
+    state = at_length(target, None, USED, size)
+    tokens = jnp.ones((1, width), jnp.int32)
+
+    def forward(params: Any, cache: Any) -> Any:
+        hidden, _, cache = models.target.forward(params, tokens, cache)
+        return argmax(models.target.logits(params, hidden)), cache
+
+    step, held = jax.jit(forward, donate_argnums=1), [state.target]
+
+    def call() -> Any:
+        found, held[0] = step(params, held[0])
+        return found
+
+    return call
+
+
+def _drafting(target: Target, draft: Draft, size: int) -> Callable[[], Any]:
+    """A draft's part of a round: the context's keys and values, the block, the head."""
+    models, params = bind(target, draft, BLOCK)
+    state, fns = at_length(target, draft, USED, size), models.draft
+    assert fns is not None
+    anchor = jnp.full((1,), USED - 1, jnp.int32)
+    width = len(draft.config.target_layer_ids) * target.config.hidden_size
+    context = jnp.ones((width, 1, BLOCK), draft.params["fc"]["weight"].dtype)
+    text = jnp.ones((1, size), jnp.int32)
+
+    def forward(params: Any, cache: Any) -> Any:
+        pick = Picker(state.sampling, anchor, "coupled")
+        drafted, cache = fns.propose(params, text, cache, BLOCK, pick)
+        return drafted.tokens, fns.extend(params, context, cache)
+
+    step, held = jax.jit(forward, donate_argnums=1), [state.draft]
+
+    def call() -> Any:
+        found, held[0] = step(params, held[0])
+        return found
+
+    return call
+
+
+def accepted(target: Target, rounds: int) -> dict[str, Any]:
+    """Tokens/s over plain decoding's, all proposals right and none, whole calls without prefill."""
+    count = ORACLE_TOKENS
+    size = capacity(USED + count + 16)
+    prompt = np.random.default_rng(0).integers(20, 20_000, USED).tolist()
+    out = generate(target, None, [prompt], max_new_tokens=count + 16, stop_token_ids=())
+    text = np.full((1, size), -1, np.int32)
+    text[0, : USED + count + 16] = prompt + out.tokens[0]
+    wrong = np.where(text >= 0, (text + 1) % 20_000, -1)
+    ways: dict[str, Callable[[], Any]] = {
+        "plain": _whole(target, None, *bind(target, None), prompt, text, count)
+    }
+    for block_size in (8, 16):
+        draft = random_draft(target, block_size)
+        for name, script in (("oracle", text), ("hopeless", wrong)):
+            for adapt in (False, True):
+                models, params = bind(target, draft, adapt_width=adapt)
+                assert models.draft is not None
+                models = dataclasses.replace(models, draft=Dictated(models.draft))
+                params = params | {"script": jnp.asarray(script)}
+                label = f"{name}, block {block_size}" + (", adapt_width" if adapt else "")
+                ways[label] = _whole(target, draft, models, params, prompt, text, count)
+    seconds = timing.alternate(ways, max(5, rounds // 2))
+    plain = seconds.pop("plain")
+    return {
+        "plain_tokens_per_second": count / plain,
+        "over_plain": {name: plain / value for name, value in seconds.items()},
+    }
+
+
+def _whole(
+    target: Target, draft: Draft | None, models: Models, params: Any, prompt: list[int], text: np.ndarray, count: int
+) -> Callable[[], Any]:  # fmt: skip
+    """Decodes `count` tokens behind a prompt that was read before, in one call."""
+    state = new_state(target, [prompt], [count], (), text.shape[1])
+    if draft is not None:
+        state = state.replace(draft=new_draft_cache(draft, 1, text.shape[1]))
+    state = jax.tree.map(jnp.copy, state)
+    ready = prefill(models.target, models.draft, params, state, chunk=PREFILL_CHUNK)
+
+    def call() -> Any:
+        return decode(models, params, jax.tree.map(jnp.copy, ready), np.int32(10_000)).tokens
+
+    end = len(prompt) + count
+    np.testing.assert_array_equal(np.asarray(call())[0, :end], text[0, :end])
+    return call
+
+
+def flat(target: Target, rounds: int) -> dict[str, Any]:
+    """Milliseconds of a round against capacity, used length and rows."""
+    draft = random_draft(target, BLOCK)
+    models, params = bind(target, draft)
+
+    def at(used: int, size: int, rows: int = 1) -> Callable[[], Any]:
+        return rounds_from(models, params, at_length(target, draft, used, size, rows))
+
+    sizes, lengths = (512, 1024, 2048, 4096, 8192), (256, 1024, 2048, 4096, 8000)
+    by_capacity = timing.alternate({str(s): at(USED, s) for s in sizes}, rounds)
+    by_length = timing.alternate({str(n): at(n, 8192) for n in lengths}, rounds)
+    by_rows = timing.alternate({str(b): at(USED, 512, b) for b in (1, 2, 4, 8)}, rounds)
+    first = by_capacity["512"]
+    return {
+        "milliseconds_by_capacity": {k: 1e3 * v for k, v in by_capacity.items()},
+        "worst_capacity_over_512": max(by_capacity.values()) / first,
+        "milliseconds_by_used_length": {k: 1e3 * v for k, v in by_length.items()},
+        "milliseconds_by_rows": {k: 1e3 * v for k, v in by_rows.items()},
+    }
+
+
+def calls(target: Target, rounds: int) -> dict[str, Any]:
+    """`stream`, 8 rounds a piece and one, over `generate` of the same tokens."""
+    draft, prompt = random_draft(target, BLOCK), list(range(100, 164))
+    options: dict[str, Any] = dict(max_new_tokens=96, stop_token_ids=())
+
+    def streamed(each: int) -> Any:
+        return sum(len(p) for p in stream(target, draft, prompt, rounds=each, **options))
+
+    ways: dict[str, Callable[[], Any]] = {
+        "generate": lambda: len(generate(target, draft, [prompt], **options).tokens[0]),
+        "stream, 8 rounds a piece": lambda: streamed(8),
+        "stream, 1 round a piece": lambda: streamed(1),
+    }
+    seconds = timing.alternate(ways, rounds)
+    whole = seconds["generate"]
+    return {"over_generate": {k: v / whole for k, v in seconds.items() if k != "generate"}}
+
+
+SECTIONS: Mapping[str, Callable[[Target, int], dict[str, Any]]] = {
+    "parts": parts, "accepted": accepted, "flat": flat, "calls": calls,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9, help="counted calls of each way")
+    parser.add_argument("--dtype", default=None)
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS))
+    args = parser.parse_args()
+    target = load_target(dtype=args.dtype)
+    result = {name: SECTIONS[name](target, args.rounds) for name in args.only}
+    print(json.dumps(result, indent=1))
+    if args.only == list(SECTIONS):
+        print(timing.write("decoding", result))
+
+
+if __name__ == "__main__":
+    main()
