@@ -29,6 +29,13 @@ _NORMALIZERS = {
     "count": "the number of supervised slots, as speculators does: with one `gamma`, smaller gradients",
     "sequences": "the number of rows, as SpecForge's D-PACE does",
 }
+# Names in the recipe's docstring that the reference has.
+_LINKS = {
+    "chat.read_documents": "train.chat.read_documents",
+    "regenerate.regenerate": "train.regenerate.regenerate",
+    "objective.Objective": "train.objective.Objective",
+    "DraftConfig": "dflash_jax.config.DraftConfig",
+}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -68,7 +75,14 @@ def _assigned(field: dataclasses.Field) -> str:
 
 
 def _with_choices(names: Iterable[str], text: str) -> str:
-    told = [f"`{n}`: {', '.join(f'`{c}`' for c in CHOICES[n])}." for n in names if n in CHOICES]
+    """A key's text, with links and the values that it leaves unsaid."""
+    told = [
+        f"`{name}`: {', '.join(f'`{choice}`' for choice in CHOICES[name])}."
+        for name in names
+        if not all(choice in text for choice in CHOICES.get(name, ()))
+    ]
+    for name, where in _LINKS.items():
+        text = text.replace(f"`{name}`", f"[`{name}`][{where}]")
     return " ".join((text, *told))
 
 
@@ -84,9 +98,9 @@ def losses() -> str:
         return "the data's token" if name in OF_THE_DATA else "the target's logits"
 
     return _table(
-        ("name", "loss of a slot", "it reads", "with D-PACE"),
+        ("name", "loss of a slot", "it reads", "has a confidence for D-PACE"),
         (
-            (f"`{name}`", _first_line(f), reads(name), "yes" if name in OF_ONE_TOKEN else "beside one that may")
+            (f"`{name}`", _first_line(f), reads(name), "yes" if name in OF_ONE_TOKEN else "no")
             for name, f in LOSSES.items()
         ),
     )  # fmt: skip

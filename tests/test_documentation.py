@@ -263,6 +263,17 @@ def test_files_that_are_named_exist():
             assert (ROOT / token.content).exists(), f"{page}: {token.content}"
 
 
+def test_messages_that_are_explained_are_the_codes():
+    sources = [p for f in ("dflash_jax", "train", "convert") for p in (ROOT / f).rglob("*.py")]
+    code = "".join(p.read_text() for p in [*sources, ROOT / "Makefile"])
+    code = re.sub(r'"\s+f?"', "", code)  # a string in parts
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    messages = re.findall(r"^\| `([^`]*)`", text, re.MULTILINE)
+    assert len(messages) > 30
+    parts = {part.strip() for message in messages for part in message.split("...")}
+    assert {part for part in parts if part not in code} == set()
+
+
 def test_the_tables_of_the_site_are_made():
     spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
     hooks = importlib.util.module_from_spec(spec)
