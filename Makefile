@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= Write a Python function that checks whether a word is a palindrome.
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/dflash-jax generate "$(PROMPT)" --block-size 4 --stats
@@ -16,6 +16,10 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 # By pip, not python: a venv that failed half-way has the one and not the other.
 $(BIN)/pip:
@@ -34,5 +38,10 @@ $(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.demo | $(BIN)/pip
 	@$(BIN)/pip install --quiet --editable ".[test]" --constraint constraints.txt
 	@touch $@
 
+$(VENV)/.docs: pyproject.toml constraints.txt $(VENV)/.demo | $(BIN)/pip
+	@echo "installing into $(VENV): mkdocs-material, mkdocstrings"
+	@$(BIN)/pip install --quiet --editable ".[docs]" --constraint constraints.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-parity
+	rm -rf $(VENV) .venv-parity site

@@ -36,6 +36,7 @@ class TrainConfig:
         responses: Shard of earlier responses of the target, whose prompts are not answered again.
         init: Draft to start from, in any readable dialect, which decides the draft's shape; empty for the
             target's last layers.
+        seed: Of all that is drawn: prompts, random parameters, the order of the examples, anchors.
         target_layer_ids: Taps.
         prompts: Prompts to build a kind.
         rows, refill, response_size, max_new_tokens: See `regenerate.regenerate`.
