@@ -30,21 +30,24 @@ class Line:
     points: Sequence[tuple[float, float]]
 
 
-def chart(title: str, lines: Sequence[Line], *, zero: bool = False) -> Markup:
+def chart(
+    title: str, lines: Sequence[Line], steps: tuple[float, float], *, zero: bool = False
+) -> Markup:
     """An SVG element of the lines over one another.
 
     Args:
         title: Above the chart.
         lines: At least one; each has points. Many points are binned: their mean, over a band from the least
             to the greatest.
+        steps: The first and the last of the horizontal axis.
         zero: Whether the vertical axis begins at 0.
     """
     head = Markup(
         '<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}"><text class="title" x="{}" y="16">{}</text>'
     ).format(WIDTH, HEIGHT, title, _LEFT, title)
-    xs, ys = ([p[i] for line in lines for p in line.points] for i in (0, 1))
-    x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(0.0 if zero else min(ys), max(ys))
-    scale = _Scale(min(xs), max(max(xs), min(xs) + 1), min(y_ticks[0], *ys), max(y_ticks[-1], *ys))
+    ys = [y for line in lines for _, y in line.points]
+    x_ticks, y_ticks = ticks(*steps), ticks(0.0 if zero else min(ys), max(ys))
+    scale = _Scale(steps[0], max(steps[1], steps[0] + 1), y_ticks[0], y_ticks[-1])
     parts = [head, *_axes(scale, x_ticks, y_ticks)]
     parts += [part for i, line in enumerate(lines) for part in _drawn(scale, i, line)]
     if len(lines) > 1 or lines[0].name:
