@@ -41,8 +41,6 @@ def run(tmp_path):
 class Page(HTMLParser):
     """What a reader sees; fails on tags that do not match."""
 
-    VOID = {"meta", "path"}
-
     def __init__(self, text: str):
         super().__init__()
         self.open, self.words, self.outside = [], [], []
@@ -51,7 +49,9 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.outside += [v for k, v in attrs if k in ("src", "href") or "url(" in (v or "")]
-        if tag not in self.VOID or (tag == "path" and "mark" in (dict(attrs).get("class") or "")):
+        if tag not in ("meta", "path") or (
+            tag == "path" and "mark" in (dict(attrs).get("class") or "")
+        ):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):

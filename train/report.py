@@ -122,8 +122,11 @@ def charts(run: Run) -> list[str]:
         if key != "gap"
     } | {title: [Line("", curve(run.records, key))] for key, title in CURVES.items()}
     drawn = {title: [line for line in lines if line.points] for title, lines in curves.items()}
+    steps = (run.records[0]["step"], run.records[-1]["step"]) if run.records else (0, 0)
     return [
-        chart(title, lines, zero=title in _FROM_ZERO) for title, lines in drawn.items() if lines
+        chart(title, lines, steps, zero=title in _FROM_ZERO)
+        for title, lines in drawn.items()
+        if lines
     ]
 
 
