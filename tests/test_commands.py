@@ -135,6 +135,7 @@ def test_completion_knows_the_commands_and_their_options(shell, capsys):
     script = capsys.readouterr().out
     assert all(word in script for word in ("generate", "chat", "block-size", "coupled"))
     if shell == "bash":
+        assert "__target_COMPGEN=_shtab_compgen_files" in script
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
