@@ -12,7 +12,7 @@ from fakes import random_draft, random_target
 from dflash_jax.cli import chat, decoding, main
 from dflash_jax.generation import Generation, generate, stream
 from dflash_jax.sampling import Sampling
-from dflash_jax.text import encode_chat
+from dflash_jax.text import Detokenizer, encode_chat
 
 TARGET, DRAFT = random_target(), random_draft()
 STOP = 7
@@ -31,7 +31,7 @@ class Letters:
         return "".join(chr(0x4E00 + i) for i in ids)
 
     def encode(self, text):
-        return [ord(c) % 0x4E00 % 60 for c in text]
+        return [ord(c) - 0x4E00 if ord(c) >= 0x4E00 else ord(c) % 60 for c in text]
 
     def apply_chat_template(self, messages, **_):
         ids = []
@@ -64,7 +64,7 @@ def conversation(tokenizer=None, **changes):
 def whole(talk, messages) -> list[int]:
     """The answer to a history that is one prompt."""
     ids = encode_chat(talk.tokenizer, messages)
-    return generate(talk.target, None, [ids], **talk.options).tokens[0]
+    return generate(talk.target, DRAFT, [ids], **talk.options).tokens[0]
 
 
 def silent(text, drafted):
@@ -137,20 +137,17 @@ def test_drafted_text_is_tinted_and_the_rest_is_plain(capsys):
         yield [1]
         yield [2, 3, 4]
         yield [5, STOP]
-        return "done"
+        return answer
 
-    class Words:
-        def push(self, ids):
+    class Digits:
+        def decode(self, ids):
             return "".join(map(str, ids))
 
-        def finish(self):
-            return "!"
-
-    write = decoding.printer(tinted=True)
-    assert decoding.speak(pieces(), Words(), [STOP], write) == "done"
-    assert capsys.readouterr().out == "1\x1b[32m23\x1b[39m4\x1b[32m5\x1b[39m!"
-    decoding.speak(pieces(), Words(), [STOP], decoding.printer(tinted=False))
-    assert capsys.readouterr().out == "12345!"
+    answer = Generation([[1, 2, 3, 4, 5, STOP]], ["stop"], [[3, 2]])
+    for tinted, text in ((True, "1\x1b[32m23\x1b[39m4\x1b[32m5\x1b[39m"), (False, "12345")):
+        words, write = Detokenizer(Digits()), decoding.printer(tinted)
+        assert decoding.speak(pieces(), words, [STOP], write) is answer
+        assert capsys.readouterr().out == text
 
 
 @pytest.fixture

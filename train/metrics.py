@@ -177,7 +177,9 @@ def check_wandb(config: TrainConfig) -> None:
         try:
             import wandb  # noqa: F401
         except ImportError as e:
-            raise ValueError(f"wandb={config.wandb!r} needs the package wandb: pip install wandb") from e
+            raise ValueError(
+                f"wandb={config.wandb!r} needs the package wandb: pip install wandb"
+            ) from e
 
 
 def open_wandb(config: TrainConfig) -> Any:
