@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from convert import source
+from dflash_jax import command
 from dflash_jax.checkpoint import hf, orbax
 from dflash_jax.checkpoint.stream import progress
 
@@ -40,12 +41,22 @@ def convert(ref: str, destination: Path, dtype=None, **draft_options) -> tuple[s
     return header.kind, source.report(path, header, source.stored_dtype(path))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m convert.hf_to_orbax", description=__doc__.splitlines()[0])  # fmt: skip
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m convert.hf_to_orbax", description=__doc__.splitlines()[0], **command.examples("""
+            python -m convert.hf_to_orbax Qwen/Qwen3-4B qwen3-4b
+            python -m convert.hf_to_orbax z-lab/Qwen3-4B-DFlash-b16 draft --dtype float32
+            python -m convert.hf_to_orbax model.gguf target --dtype bfloat16
+        """),
+    )  # fmt: skip
     parser.add_argument("source", metavar="SOURCE", help="hub id, folder or GGUF file")
     parser.add_argument("destination", metavar="DEST", type=Path, help="folder to make")
     source.add_options(parser)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
     return source.run(args, lambda o: convert(args.source, args.destination, args.dtype, **o))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from convert import source
+from dflash_jax import command
 from dflash_jax.checkpoint import export, hf, orbax
 from dflash_jax.checkpoint.stream import SHARD_BYTES, progress
 
@@ -56,14 +57,23 @@ def convert(
     return header.kind, source.report(path, header, stored)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m convert.orbax_to_hf", description=__doc__.splitlines()[0])  # fmt: skip
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m convert.orbax_to_hf", description=__doc__.splitlines()[0], **command.examples("""
+            python -m convert.orbax_to_hf runs/smollm2/draft draft-hf
+            python -m convert.orbax_to_hf draft draft-hf --dialect speculators --verifier Qwen/Qwen3-4B
+        """),
+    )  # fmt: skip
     parser.add_argument("source", metavar="SOURCE", help="Orbax or other folder, hub id or GGUF file")  # fmt: skip
     parser.add_argument("destination", metavar="DEST", type=Path, help="folder to make")
     parser.add_argument("--dialect", choices=export.DIALECTS, default="zlab", help="a draft's; targets have one form (default: zlab)")  # fmt: skip
     parser.add_argument("--verifier", metavar="REF", help="the target's hub id or folder, for speculators' dialect")  # fmt: skip
     source.add_options(parser)
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
     given = args.source, args.destination, args.dtype, args.dialect, args.verifier
     return source.run(args, lambda options: convert(*given, **options))
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflash_jax import pair
+from dflash_jax import command, pair
 from dflash_jax.checkpoint import export, gguf, hf, keys, orbax
 from dflash_jax.checkpoint.files import read_json, tidy_termination
 from dflash_jax.config import DraftConfig
@@ -141,14 +141,15 @@ def run(args: argparse.Namespace, convert: Callable[[dict[str, Any]], tuple[str,
     """Calls `convert` with the draft's options and says how it went: the exit status of a command."""
     # Nothing is computed, and the model may not fit a device.
     jax.config.update("jax_platforms", "cpu")
-    try:
+
+    def write() -> int:
         with tidy_termination():
             kind, note = convert(draft_options(args))
-    except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return 130
-    print(*filter(None, (note, f"{kind} written to {args.destination}")), sep="\n", file=sys.stderr)
-    return 0
+        print(
+            *filter(None, (note, f"{kind} written to {args.destination}")),
+            sep="\n",
+            file=sys.stderr,
+        )
+        return 0
+
+    return command.run(write, "interrupted; nothing was written")

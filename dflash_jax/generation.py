@@ -104,6 +104,8 @@ def stream(
     lookup: bool = False,
     adapt_width: bool = False,
     rounds: int = 1,
+    state: State | None = None,
+    keep_state: bool = False,
 ) -> Iterator[list[int]]:
     """Yields one prompt's new tokens as they are committed, the same ones as `generate`.
 
@@ -117,22 +119,23 @@ def stream(
         ValueError, FloatingPointError: As `generate`, before the first piece.
     """
     job = make_job(
-        target, draft, [prompt], max_new_tokens, stop_token_ids, sampling, key,
+        target, draft, [prompt], max_new_tokens, stop_token_ids, sampling, key, state,
         block_size=block_size, lookup=lookup, adapt_width=adapt_width,
     )  # fmt: skip
     if rounds < 1:
         raise ValueError(f"{rounds=} must be at least 1")
 
     def pieces():
-        state, said = job.start([0]), 0
+        now, said = job.start([0]) if state is None else job.resume(state), 0
         while True:
-            row = job.read(state, 0, 0)
+            row = job.read(now, 0, 0)
             if row.tokens[said:]:
                 yield row.tokens[said:]
             said = len(row.tokens)
             if row.running:
-                state = job.advance(state, max_rounds=rounds)
+                now = job.advance(now, max_rounds=rounds)
             else:
-                return Generation([row.tokens], [row.finish], [row.rounds])
+                last = now if keep_state else None
+                return Generation([row.tokens], [row.finish], [row.rounds], last)
 
     return pieces()

@@ -1,9 +1,32 @@
-"""Text of tokens as they come: whole characters only."""
+"""Token ids of a prompt, and text of tokens as they come."""
 
 from collections.abc import Sequence
 from typing import Any
 
 _INCOMPLETE = "\ufffd"  # what a tokenizer makes of bytes that are no whole character yet
+
+
+def encode(tokenizer: Any, prompt: str, system: str | None = None, raw: bool = False) -> list[int]:
+    """Token ids of a prompt, through the chat template unless raw.
+
+    Raises:
+        ValueError: If the tokenizer has no template.
+    """
+    if raw:
+        return tokenizer.encode(prompt)
+    messages = [{"role": "system", "content": system}] if system else []
+    return encode_chat(tokenizer, [*messages, {"role": "user", "content": prompt}])
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
+    """Token ids of a conversation that is to be answered.
+
+    Raises:
+        ValueError: If the tokenizer has no template, or the template refuses these messages.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError("the target's tokenizer has no chat template; use --raw")
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
 class Detokenizer:

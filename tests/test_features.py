@@ -195,3 +195,7 @@ def test_the_command_writes_a_store_and_ends_with_one_line_for_a_mistake(tmp_pat
     assert main([str(data), str(out), "--taps", "0,7"]) == 1
     error = capsys.readouterr().err.splitlines()
     assert error[-1] == "error: taps [7] are not in [0, 3)"
+    assert main([str(data), str(out), "--taps", "0,x"]) == 1
+    assert (
+        capsys.readouterr().err == "error: --taps '0,x' must be layers with commas, like 1,9,17\n"
+    )

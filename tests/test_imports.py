@@ -27,7 +27,8 @@ ALLOWED = {
     "generation": {"decode", "jobs", "pair", "sampling"},
     "bench": {"adapters", "array_typing", "config", "cache", "decode", "sampling", "models", "pair", "generation", "states"},
     "text": set(),
-    "cli": {"text", "pair", "generation", "bench", "checkpoint", "sampling", "config", "decode"},
+    "command": set(),
+    "cli": {"bench", "checkpoint", "cli", "command", "decode", "generation", "pair", "sampling", "text"},
     "sharding": {"array_typing", "config", "cache"},
     "__init__": {"pair", "generation", "sampling", "config"},
 }  # fmt: skip

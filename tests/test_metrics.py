@@ -1,11 +1,14 @@
 import io
 import json
 import struct
+import sys
+import types
 
+import pytest
 from rich.console import Console
 from runs import events, recipe, records, scalars_of
 
-from train.metrics import Log, open_events, read_until, say_evaluation
+from train.metrics import Log, check_wandb, open_events, read_until, say_evaluation
 
 STEP = {"loss": 2.0, "accuracy": 0.5, "learning_rate": 1e-3, "labels_per_second": 9.0, "tokens_per_second": 99.0}  # fmt: skip
 
@@ -76,3 +79,51 @@ def test_samples_are_kept_and_shown(tmp_path, capsys):
         log.show([sample])
     assert records(tmp_path, "samples.jsonl") == [sample]
     assert capsys.readouterr().err == "step 3 held_out p1: 2.00 tokens a round [2]\n[b]a|bc\n\n"
+
+
+class FakeWandb(types.ModuleType):
+    """Weights & Biases as far as a run uses it."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.begun, self.logged, self.finished = [], [], 0
+
+    def init(self, **options):
+        self.begun.append(options)
+        return self
+
+    def log(self, values, step):
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.finished += 1
+
+
+def test_records_go_to_weights_and_biases_if_the_recipe_says_so(tmp_path, monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config = recipe(tmp_path, wandb="drafts")
+    check_wandb(config)
+    with Log(config, 0) as log:
+        log.write(row(1) | {"acceptance_length": {"held_out": 2.0}})
+        log.write(row(2))
+    with Log(config, 2):  # the run goes on
+        pass
+    first, second = fake.begun
+    assert (first["project"], first["name"], first["resume"]) == ("drafts", tmp_path.name, "allow")
+    assert first["config"]["learning_rate"] == config.learning_rate
+    assert first["id"] == second["id"]
+    assert fake.finished == 2
+    assert fake.logged == [
+        (1, STEP | {"acceptance_length/held_out": 2.0}),
+        (2, STEP),
+    ]
+
+
+def test_weights_and_biases_are_not_imported_unasked_and_missed_at_once(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # an import fails
+    check_wandb(recipe(tmp_path))
+    with Log(recipe(tmp_path), 0) as log:
+        log.write(row(1))
+    with pytest.raises(ValueError, match="wandb='drafts' needs the package wandb: pip install"):
+        check_wandb(recipe(tmp_path, wandb="drafts"))

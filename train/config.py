@@ -77,6 +77,7 @@ class TrainConfig:
         decode_prompts: Prompts of each held-out set that are decoded.
         samples: Of those, how many are shown and kept in `samples.jsonl`.
         keep: Latest checkpoints that are kept, beside the best one.
+        wandb: Project of Weights & Biases that takes the records too; empty for none.
         mesh: Devices along the axes `data`, `fsdp` and `model` of `dflash_jax.sharding`; 1 where not given.
             Their product must be the number of devices.
         distributed: Whether other processes take part, see `train.mesh`.
@@ -152,6 +153,7 @@ class TrainConfig:
     decode_prompts: int = 16
     samples: int = 2
     keep: int = 2
+    wandb: str = ""
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     distributed: bool = False
 
@@ -218,8 +220,8 @@ class TrainConfig:
 
 # Keys that change what a run tells and keeps, and not what it trains.
 FREE = frozenset(
-    ("run", "save_every", "evaluate_every", "log_every", "decode_every", "decode_prompts", "samples", "keep", "mesh",
-     "distributed")
+    ("run", "save_every", "evaluate_every", "log_every", "decode_every", "decode_prompts", "samples", "keep", "wandb",
+     "mesh", "distributed")
 )  # fmt: skip
 CHOICES = {
     "dtype": ("float32", "bfloat16"),

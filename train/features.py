@@ -12,7 +12,6 @@ import functools
 import hashlib
 import itertools
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,9 @@ import ml_dtypes
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt16
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from dflash_jax import array_typing as at
+from dflash_jax import command
 from dflash_jax.adapters import TargetModel
 from dflash_jax.cache import grow, write_rows
 from dflash_jax.checkpoint import keys
@@ -253,9 +251,8 @@ def write_features(
         )  # fmt: skip
         if not kept or len(stored) > len(examples):
             raise ValueError(f"{folder} holds the features of other examples; name another folder")
-    columns = (TextColumn(folder.name), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=len(examples), completed=len(read_ids(folder)))
+    with command.bar() as progress:
+        task = progress.add_task(folder.name, total=len(examples), completed=len(read_ids(folder)))
         for index, shard in enumerate(shards):
             if index >= len(done):
                 found = list(with_features(target, shard, target_layer_ids, rows=rows))
@@ -263,23 +260,45 @@ def write_features(
                 progress.update(task, advance=len(shard))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parse_taps(text: str) -> tuple[int, ...]:
+    """The target layers that the option --taps names.
+
+    Raises:
+        ValueError: Unless they are numbers with commas.
+    """
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise ValueError(f"--taps {text!r} must be layers with commas, like 1,9,17")
+    return tuple(int(part) for part in text.split(","))
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m train.features", description=__doc__.split("\n")[0]
-    )
+        prog="python -m train.features", description=__doc__.split("\n")[0], **command.examples("""
+            python -m train.features chats.jsonl notes.txt features --max-length 512 --too-long cut
+            python -m train.features chats.jsonl features --taps 1,8,14,20,27,29
+            python -m train.run train/recipes/smollm2.toml run=runs/chats features=features
+        """),
+    )  # fmt: skip
     parser.add_argument("data", nargs="+", type=Path, help="JSON lines, or .txt with a text a line")
     parser.add_argument("out", type=Path, help="folder of the store; an interrupted run goes on")
     parser.add_argument("--target", help="checkpoint of the target (default: embedded)")
-    parser.add_argument("--taps", default="1,8,14,20,27", help="target layers, most often the draft's and the last")  # fmt: skip
+    parser.add_argument("--taps", default="1,8,14,20,27", metavar="IDS", help="target layers, most often the draft's and the last")  # fmt: skip
     parser.add_argument("--max-length", type=int, default=2048, help="most tokens of a document")
     parser.add_argument("--too-long", choices=("drop", "cut"), default="drop")
     parser.add_argument("--thinking", choices=("keep", "strip"), default="keep")
     parser.add_argument("--turns", choices=("all", "last"), default="all")
     parser.add_argument("--rows", type=int, default=8, help="documents at a time")
-    args = parser.parse_args(argv)
-    try:
-        taps = tuple(int(i) for i in args.taps.split(","))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+
+    def write() -> int:
+        command.use_compilation_cache()
+        taps = parse_taps(args.taps)
         target = load_target(args.target)
+        check_taps(target, taps)
         tokenizer = load_tokenizer(target)
         documents, _ = read_files(
             args.data, tokenizer, args.max_length,
@@ -287,10 +306,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         origin = origin_of(target, tokenizer)
         write_features(target, origin, documents, args.out, taps, rows=args.rows)
-    except (ValueError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    return 0
+        return 0
+
+    return command.run(write, "interrupted; the same command goes on")
 
 
 if __name__ == "__main__":

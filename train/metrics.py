@@ -1,4 +1,4 @@
-"""What a run says of itself: JSON lines, TensorBoard's events, and lines or a table on stdout.
+"""What a run says of itself: JSON lines, TensorBoard's events, Weights & Biases, and lines or a table on stdout.
 
 `metrics.jsonl` is the truth. A run that goes on drops the records of the steps that it repeats, and
 writes TensorBoard's events anew from those that are left, so no step is there twice and what a kill
@@ -6,11 +6,13 @@ left half-written is gone.
 """
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import math
 import shutil
 import time
+import uuid
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,7 @@ class Log:
         self.records = read_until(self._file, first)
         read_until(self._samples, first)
         self._events = open_events(self._run / "tensorboard", self.records) if is_first() else None
+        self._wandb = open_wandb(config) if is_first() and config.wandb else None
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -112,6 +115,8 @@ class Log:
         self._progress.stop()
         if self._events is not None:
             self._events.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
     def write(self, record: Record) -> None:
         """Takes the record of the step that is done."""
@@ -120,6 +125,8 @@ class Log:
         record = {**record, "time": time.time()}
         append(self._file, [record])
         add_events(self._events, record)
+        if self._wandb is not None:
+            self._wandb.log(dict(scalars(record)), step=record["step"])
         step, out = record["step"], Console()
         elsewhere = not out.is_terminal
         self._progress.update(
@@ -162,6 +169,33 @@ def open_events(folder: Path, records: Iterable[Record]) -> Any:
 def add_events(writer: Any, record: Record) -> None:
     for name, value in scalars(record):
         writer.add_scalar(name, value, record["step"], record.get("time"))
+
+
+def check_wandb(config: TrainConfig) -> None:
+    """Raises ValueError if a recipe asks for Weights & Biases, and they are not installed."""
+    if config.wandb:
+        try:
+            import wandb  # noqa: F401
+        except ImportError as e:
+            raise ValueError(
+                f"wandb={config.wandb!r} needs the package wandb: pip install wandb"
+            ) from e
+
+
+def open_wandb(config: TrainConfig) -> Any:
+    """A run of Weights & Biases, the same one for all calls that go on with a run's folder.
+
+    It refuses steps that it has, so what an interrupted run repeats stays there once.
+    """
+    import wandb
+
+    kept = Path(config.run) / "wandb-id"
+    if not kept.exists():
+        kept.write_text(uuid.uuid4().hex[:12])
+    return wandb.init(
+        project=config.wandb, dir=config.run, name=Path(config.run).name, id=kept.read_text(), resume="allow",
+        config=dataclasses.asdict(config),
+    )  # fmt: skip
 
 
 def sample_text(sample: Record) -> str:

@@ -20,9 +20,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jaxtyping import Array
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from dflash_jax import command
 from dflash_jax.adapters import TargetModel
 from dflash_jax.decode import RUNNING, Models, State, decode, insert_rows
 from dflash_jax.models.transformer import Transformer
@@ -35,6 +34,7 @@ from train.features import (
     Recorder,
     check_taps,
     origin_of,
+    parse_taps,
     recorded,
     with_features,
 )
@@ -258,15 +258,8 @@ def _keep(
 ) -> None:
     """Writes answers behind the shards that are there, and shows how far it is."""
     index = 1 + max((int(p.stem) for p in shard_paths(out)), default=-1)
-    columns = (
-        TextColumn(out.name),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("{task.fields[tokens]} tokens"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task, tokens = progress.add_task("", total=total, tokens=0), 0
+    with command.bar("{task.fields[tokens]} tokens") as progress:
+        task, tokens = progress.add_task(out.name, total=total, tokens=0), 0
         while shard := list(itertools.islice(answers, EXAMPLES_A_SHARD)):
             write_shard(out, index, shard, target_layer_ids, origin)
             index += 1
@@ -274,17 +267,21 @@ def _keep(
             progress.update(task, advance=len(shard), tokens=tokens)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m train.regenerate", description=__doc__.split("\n")[0]
-    )
+        prog="python -m train.regenerate", description=__doc__.split("\n")[0], **command.examples("""
+            python -m train.regenerate chats.jsonl answers --temperature 0.7 --seed 1 --rows 32
+            python -m train.regenerate prompts.jsonl answers --taps 1,8,14,20,27,29
+            python -m train.run train/recipes/smollm2.toml run=runs/answers features=answers
+        """),
+    )  # fmt: skip
     parser.add_argument("prompts", type=Path, help="JSON lines with text or messages")
     parser.add_argument("out", type=Path, help="folder of shards; an interrupted run goes on")
     parser.add_argument(
         "--target", default=None, help="checkpoint of the target (default: embedded)"
     )
     parser.add_argument(
-        "--taps", default="1,8,14,20,27", help="target layers whose states are kept"
+        "--taps", default="1,8,14,20,27", metavar="IDS", help="target layers whose states are kept"
     )
     parser.add_argument("--rows", type=int, default=128)
     parser.add_argument("--refill", type=int, default=16)
@@ -294,18 +291,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0, help="of sampled answers")
-    args = parser.parse_args(argv)
-    try:
-        taps = tuple(int(i) for i in args.taps.split(","))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+
+    def answer() -> int:
+        command.use_compilation_cache()
+        taps = parse_taps(args.taps)
         answer_prompts(
             load_target(args.target), args.prompts, args.out, taps,
             rows=args.rows, refill=args.refill, max_new_tokens=args.max_new_tokens, size=args.size,
             sampling=Sampling(temperature=args.temperature, top_k=args.top_k, top_p=args.top_p), seed=args.seed,
         )  # fmt: skip
-    except (ValueError, OSError, FloatingPointError) as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    return 0
+        return 0
+
+    return command.run(answer, "interrupted; the same command goes on")
 
 
 if __name__ == "__main__":

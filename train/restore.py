@@ -13,6 +13,7 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
+from dflash_jax import command
 from dflash_jax.checkpoint import keys, orbax
 from dflash_jax.config import DraftConfig
 from dflash_jax.pair import Draft
@@ -52,8 +53,13 @@ def read_draft(run: str | Path, step: int | str = "latest") -> Draft:
     return Draft(config, fold_scale(params, scale), folder)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m train.restore", description=__doc__.splitlines()[0])  # fmt: skip
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m train.restore", description=__doc__.splitlines()[0], **command.examples("""
+            python -m train.restore runs/smollm2 latest-draft
+            python -m train.restore runs/smollm2 draft-of-step-4000 --step 4000
+        """),
+    )  # fmt: skip
     parser.add_argument("run", metavar="RUN", type=Path, help="folder of a training run")
     parser.add_argument("destination", metavar="DEST", type=Path, help="folder to make")
     parser.add_argument(
@@ -62,14 +68,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="latest",
         help="a step, best or latest (default)",
     )
-    args = parser.parse_args(argv)
-    try:
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+
+    def restore() -> int:
         draft = read_draft(args.run, args.step)
         write_draft(args.destination, draft.config, draft.params)
-    except ValueError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    return 0
+        return 0
+
+    return command.run(restore, "interrupted; nothing was written")
 
 
 if __name__ == "__main__":

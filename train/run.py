@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax import command
 from dflash_jax.checkpoint.orbax import plain
 from dflash_jax.pair import load_tokenizer
 from train import metrics
@@ -203,17 +204,27 @@ def keep_recipe(config: TrainConfig) -> None:
         path.write_text(json.dumps(recipe, indent=1))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m train.run", description=__doc__.split("\n")[0],
-        epilog="Exits with 0 when done, 1 for an error, 143 (SIGTERM) or 130 (SIGINT) when interrupted and saved.",
+        prog="python -m train.run", description=__doc__.split("\n")[0], **command.examples("""
+            python -m train.run train/recipes/smollm2.toml
+            python -m train.run train/recipes/smollm2.toml run=runs/mine 'data=["chats.jsonl"]' packed=true
+            python -m train.run train/recipes/smollm2.toml run=runs/short steps=200 mixture.kl_divergence=0.5
+        """),
     )  # fmt: skip
+    parser.epilog = f"{parser.epilog}\n\nExits with 0 when done, 1 for an error, 143 (SIGTERM) or 130 (SIGINT) when interrupted and saved."
     parser.add_argument("recipe", type=Path, help="TOML file, see train/config.py for the keys")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="recipe keys to change")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    command.use_compilation_cache()
     try:
         with catch_signals() as signals:
             config = read_recipe(args.recipe, args.overrides)
+            metrics.check_wandb(config)
             mesh = start(config)
             keep_recipe(config)
             setup = prepare(config, mesh)

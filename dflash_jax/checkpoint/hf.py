@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
+from dflash_jax.checkpoint import hub
 from dflash_jax.checkpoint.files import TensorInfo, one_line, read_json, token_ids
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -41,30 +42,11 @@ def resolve(ref: str | Path) -> Path:
     if path.exists():
         return path
     if not isinstance(ref, str) or not _HUB_ID.fullmatch(ref) or path.suffix == ".gguf":
-        raise ValueError(f"{str(ref)!r} is neither an existing path nor a hub id like 'org/name'")
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    # The first base is the HTTP library's own error, whichever library this version builds on.
-    network = (OSError, ValueError, errors.HfHubHTTPError.__bases__[0])
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                ref, allow_patterns=["*.safetensors", "*.json", *_TOKENIZER_FILES]
-            )
+        near = hub.did_you_mean(ref) if isinstance(ref, str) and path.suffix != ".gguf" else ""
+        raise ValueError(
+            f"{str(ref)!r} is neither an existing path nor a hub id like 'org/name'{near}"
         )
-    except errors.GatedRepoError as e:
-        raise ValueError(
-            f"{ref!r} is gated: accept its licence on the hub and log in with `hf auth login`"
-        ) from e
-    except errors.RepositoryNotFoundError as e:
-        raise ValueError(
-            f"{ref!r} is no local path, and the hub has no such repository (misspelt, or private?)"
-        ) from e
-    except network as e:
-        raise ValueError(
-            f"{ref!r} is no local path and could not be fetched from the hub: {one_line(e)}"
-        ) from e
+    return hub.fetch(ref, ["*.safetensors", "*.json", *_TOKENIZER_FILES])
 
 
 def read_config(folder: Path) -> dict[str, Any]:

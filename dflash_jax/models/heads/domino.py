@@ -64,7 +64,10 @@ class DominoHead(Head):
         c, h = self.config, settings(self.config)
         self.prefix_gru = GRU(c.hidden_size, h.gru_hidden_dim)
         self.embed_proj = Projection(
-            ((h.emb_dim, c.hidden_size + h.gru_hidden_dim), (c.draft_vocab_size or c.vocab_size, h.emb_dim))
+            (
+                (h.emb_dim, c.hidden_size + h.gru_hidden_dim),
+                (c.draft_vocab_size or c.vocab_size, h.emb_dim),
+            )
         )
 
     @property

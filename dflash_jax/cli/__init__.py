@@ -1,0 +1,25 @@
+"""The command line: `dflash-jax generate | chat | bench | inspect | completion`. Results on stdout, progress on stderr."""
+
+import importlib
+import os
+from collections.abc import Sequence
+
+from dflash_jax import command
+from dflash_jax.cli.options import make_parser
+from dflash_jax.text import encode
+
+__all__ = ["encode", "main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; see `command.run` for the status."""
+    return command.run(lambda: _main(argv))
+
+
+def _main(argv: Sequence[str] | None) -> int:
+    args = make_parser().parse_args(argv)
+    if args.no_color:
+        os.environ["NO_COLOR"] = "1"  # for rich too
+    # transformers would say on every start that torch is missing; here it only reads tokenizers.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    return importlib.import_module(f"dflash_jax.cli.{args.command}").run(args)
