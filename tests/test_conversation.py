@@ -5,6 +5,7 @@ import dataclasses
 import io
 import sys
 
+import fakes
 import jax
 import pytest
 from fakes import random_draft, random_target
@@ -14,8 +15,22 @@ from dflash_jax.generation import Generation, generate, stream
 from dflash_jax.sampling import Sampling
 from dflash_jax.text import Detokenizer, encode_chat
 
-TARGET, DRAFT = random_target(), random_draft()
 STOP = 7
+# A layer each: most of the time goes into compiling.
+TARGET = dataclasses.replace(
+    random_target(dataclasses.replace(fakes.TARGET, num_hidden_layers=1, layer_types=())),
+    stop_token_ids=(STOP,),
+)
+DRAFT = random_draft(
+    dataclasses.replace(
+        fakes.DRAFT,
+        num_hidden_layers=1,
+        layer_types=(),
+        target_layer_ids=(0,),
+        num_target_layers=1,
+        block_size=4,
+    )
+)
 OPTIONS = {"max_new_tokens": 20, "sampling": Sampling(temperature=0.8), "key": jax.random.key(3)}
 
 
@@ -56,9 +71,8 @@ def asked(monkeypatch):
 
 
 def conversation(tokenizer=None, **changes):
-    target = dataclasses.replace(TARGET, stop_token_ids=(STOP,))
     given = {"draft": DRAFT, "options": OPTIONS, **changes}
-    return chat.Conversation(target, tokenizer=tokenizer or Letters(), **given)
+    return chat.Conversation(TARGET, tokenizer=tokenizer or Letters(), **given)
 
 
 def whole(talk, messages) -> list[int]:
@@ -169,7 +183,7 @@ def test_piped_lines_are_messages_and_answers_are_all_of_stdout(loaded, monkeypa
     assert main(loaded) == 0
     out, err = capsys.readouterr()
     assert out.splitlines() == expected
-    assert "1 answers, " in err
+    assert "answers: 1, " in err
     assert "/nonsense is no command" in err
 
 

@@ -146,7 +146,7 @@ def state(run: Run) -> str:
     done = run.records[-1]["step"] if run.records else 0
     if not steps:
         return f"{done:,} steps"
-    return f"{done:,} steps, done" if done >= steps else f"step {done:,} of {steps:,} ({done / steps:.0%})"  # fmt: skip
+    return f"{done:,} steps, done" if done >= steps else f"step {done:,} of {steps:,} ({100 * done // steps}%)"  # fmt: skip
 
 
 def seconds(run: Run) -> float | None:

@@ -101,7 +101,7 @@ class Conversation:
         tokens = sum(len(out.tokens[0]) for out, _ in self.done)
         rounds = [count for out, _ in self.done for count in out.rounds[0]]
         seconds = sum(seconds for _, seconds in self.done)
-        said = f"{len(self.done)} answers, {tokens} tokens"
+        said = f"answers: {len(self.done)}, tokens: {tokens}"
         if rounds:
             said += f", acceptance length {sum(rounds) / len(rounds):.2f}, {tokens / seconds:.1f} tokens/s"
         positions = self.target.config.max_position_embeddings
