@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= Write a Python function that checks whether a word is a palindrome.
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint notebooks clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/dflash-jax generate "$(PROMPT)" --block-size 4 --stats
@@ -16,6 +16,10 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
+
+# Executes them and writes their outputs; with OPTIONS=--check it writes nothing.
+notebooks: $(VENV)/.notebooks
+	$(BIN)/python notebooks/execute.py $(OPTIONS)
 
 # By pip, not python: a venv that failed half-way has the one and not the other.
 $(BIN)/pip:
@@ -32,6 +36,11 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/pip
 $(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.demo | $(BIN)/pip
 	@echo "installing into $(VENV): pytest, ruff, pyrefly, optax, reasoning-gym"
 	@$(BIN)/pip install --quiet --editable ".[test]" --constraint constraints.txt
+	@touch $@
+
+$(VENV)/.notebooks: pyproject.toml constraints.txt $(VENV)/.demo | $(BIN)/pip
+	@echo "installing into $(VENV): jupytext, nbclient, matplotlib, optax"
+	@$(BIN)/pip install --quiet --editable ".[notebooks]" --constraint constraints.txt
 	@touch $@
 
 clean:
