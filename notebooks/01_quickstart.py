@@ -31,19 +31,21 @@ for name, model in [("target", target), ("draft", draft)]:
     size = sum(x.size for x in jax.tree.leaves(model.params))
     print(f"{name}: {size / 1e6:.1f}M parameters, {model.config.num_hidden_layers} layers")
 print(f"the draft reads layers {draft.config.target_layer_ids} of the target")
-print(f"and proposes up to {draft.config.max_proposals} tokens a round")
+print(f"and was trained to propose up to {draft.config.max_proposals} tokens at once")
 
 # %% [markdown]
 # ## Generate
 #
-# The library speaks token ids; text is the tokenizer's business.
+# The library speaks token ids; text is the tokenizer's business. A round works on a *block*: the newest token and
+# the draft's proposals. On a CPU a short block pays best ([notebook 7](07_speed.ipynb) says why), so we ask for four
+# slots, which is one token and three proposals.
 
 # %%
 question = "Write a Python function that checks whether a word is a palindrome."
 messages = [{"role": "user", "content": question}]
 prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
-out = dj.generate(target, draft, [prompt], max_new_tokens=96)
+out = dj.generate(target, draft, [prompt], max_new_tokens=96, block_size=4)
 tokens, rounds = out.tokens[0], out.rounds[0]
 print(tokenizer.decode(tokens, skip_special_tokens=True))
 
@@ -118,7 +120,7 @@ plt.show()
 # `stream` yields the tokens as they are committed: a piece a round.
 
 # %%
-for piece in dj.stream(target, draft, prompt, max_new_tokens=24):
+for piece in dj.stream(target, draft, prompt, max_new_tokens=24, block_size=4):
     print(repr(tokenizer.decode(piece)))
 
 # %% [markdown]
@@ -132,7 +134,7 @@ for piece in dj.stream(target, draft, prompt, max_new_tokens=24):
 # %%
 warm = dj.Sampling(temperature=0.8, top_p=0.9)
 sampled = dj.generate(
-    target, draft, [prompt], max_new_tokens=24, sampling=warm, key=jax.random.key(7)
+    target, draft, [prompt], max_new_tokens=24, block_size=4, sampling=warm, key=jax.random.key(7)
 )
 print(tokenizer.decode(sampled.tokens[0]))
 
@@ -148,8 +150,8 @@ turns += ["\n<|im_start|>user\nAnd of Italy?<|im_end|>\n<|im_start|>assistant\n"
 state = None
 for turn in turns:
     answer = dj.generate(
-        target, draft, [tokenizer.encode(turn)], max_new_tokens=24, state=state, keep_state=True
-    )
+        target, draft, [tokenizer.encode(turn)], max_new_tokens=24, block_size=4, state=state, keep_state=True
+    )  # fmt: skip
     state = answer.state
     print(tokenizer.decode(answer.tokens[0], skip_special_tokens=True))
 

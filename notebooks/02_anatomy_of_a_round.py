@@ -44,7 +44,7 @@ question = "Write a Python function that checks whether a word is a palindrome."
 messages = [{"role": "user", "content": question}]
 prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
-job = make_job(target, draft, [prompt], 64, None, dj.Sampling(), None)
+job = make_job(target, draft, [prompt], 64, None, dj.Sampling(), None, block_size=4)
 models, params, Q = job.models, job.params, job.models.block_size
 state = job.start([0])
 
@@ -71,7 +71,7 @@ print(f"draft:  {len(state.draft.k)} layers of {state.draft.k[0].shape}")
 # %% [markdown]
 # ## The block, and who sees whom
 #
-# The draft gets the anchor and `Q - 1` mask tokens, and answers all of them in one forward. Its layers
+# Here `Q` is 4. The draft gets the anchor and `Q - 1` mask tokens, and answers all of them in one forward. Its layers
 # let each slot see the whole context and, unless they are causal, the whole block: a slot may look at
 # the slots behind it, which an autoregressive model never could. The target then reads the anchor and the
 # proposals, causally as ever.
@@ -172,13 +172,13 @@ print(
 # never judged. (A dot is a space.) If all are right, the target adds one at the end.
 
 # %%
-ROUNDS = 7
+ROUNDS = 8
 history = [(start, block, predicted, accepted)]
 while len(history) < ROUNDS:
     state, seen = one_round(state)
     history.append(seen)
 
-figure, axis = plt.subplots(figsize=(7, 0.5 * ROUNDS + 0.5))
+figure, axis = plt.subplots(figsize=(min(7, 1.2 * Q + 1.6), 0.5 * ROUNDS + 0.5))
 axis.axis("off")
 axis.set(xlim=(-0.7, Q + 1), ylim=(ROUNDS, -0.4))
 for r, (_, block, predicted, accepted) in enumerate(history):
@@ -190,13 +190,13 @@ for r, (_, block, predicted, accepted) in enumerate(history):
         axis.add_patch(Rectangle((slot, r), 0.94, 0.72, fc=face, ec="k" if slot == 0 else "0.75"))
         ink = "w" if kept else "k" if slot == 0 else "0.45"
         height = r + (0.2 if wrong else 0.36)
-        axis.text(slot + 0.47, height, text[:9], ha="center", va="center", size=7.5, color=ink)
+        axis.text(slot + 0.47, height, text[:14], ha="center", va="center", size=7.5, color=ink)
         if wrong:
             axis.plot(
                 [slot + 0.15, slot + 0.8], [height] * 2, color="0.45", lw=0.8, ls="-", marker=""
             )
     at = accepted + 1
-    axis.text(at + 0.47, r + (0.52 if at < Q else 0.36), own[:9], ha="center", va="center", size=7.5, weight="bold", color="#c8553d")  # fmt: skip
+    axis.text(at + 0.47, r + (0.52 if at < Q else 0.36), own[:14], ha="center", va="center", size=7.5, weight="bold", color="#c8553d")  # fmt: skip
 for slot in range(Q + 1):
     name = "anchor" if slot == 0 else f"slot {slot}" if slot < Q else "one more"
     axis.text(slot + 0.47, -0.25, name, ha="center", size=7.5, color="0.4")

@@ -41,7 +41,7 @@ def execute(source: Path) -> nbformat.NotebookNode:
     notebook = jupytext.read(source, fmt="py:percent")
     kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")  # no ports
     NotebookClient(
-        notebook, km=kernel, timeout=900, record_timing=False,
+        notebook, km=kernel, timeout=900, startup_timeout=600, record_timing=False,
         resources={"metadata": {"path": str(source.parent)}},
     ).execute()  # fmt: skip
     notebook.metadata = {"kernelspec": KERNEL, "language_info": {"name": "python"}}
