@@ -56,6 +56,7 @@ def rounded(x):
 
 
 ANGLES = {
+    "float32": lambda p: np.float32(p) * np.float32(frequencies)[:, None],
     "frequencies": lambda p: p * rounded(frequencies)[:, None],
     "positions": lambda p: rounded(p) * frequencies[:, None],
     "angles": lambda p: rounded(p * frequencies[:, None]),
@@ -71,22 +72,24 @@ def table(kind, positions):
 
 
 # %%
-positions = np.unique(np.geomspace(1, 8191, 220).astype(int))
+positions = np.arange(1, 8192)
 exact = np.cos(positions * frequencies[:, None])
-own = np.abs(table("float32", positions)[1] - exact).max(axis=0)
-figure, axes = plt.subplots(1, 2, sharey=True)
-axes[0].loglog(positions, own, marker="", label="float32 (the library)", color="k")
+shown = np.unique(np.geomspace(1, len(positions), 100).astype(int)) - 1
+figure, axes = plt.subplots(1, 2, sharey=True, figsize=(7, 3.2))
 for kind, angles in ANGLES.items():
-    axes[0].loglog(positions, np.abs(np.cos(angles(positions)) - exact).max(axis=0), marker="", label=kind)  # fmt: skip
-    gap = angles(positions) - angles(positions - 1) - frequencies[:, None]
-    axes[1].loglog(positions, np.abs(gap).max(axis=0) + 1e-8, marker="", label=kind)
-axes[0].set(title="of the cosine", xlabel="position", ylabel="largest error over the pairs")
+    of_cosine = np.abs(table(kind, positions)[1] - exact)
+    step = angles(positions).astype(float) - angles(positions - 1) - frequencies[:, None]
+    for axis, error in zip(axes, (of_cosine, np.abs(step))):
+        so_far = np.maximum.accumulate(error.max(axis=0))[shown]
+        axis.loglog(positions[shown], so_far, marker="", label=kind)
+axes[0].set(title="of the cosine", xlabel="position", ylabel="largest error so far")
 axes[1].set(title="of the angle between neighbours [rad]", xlabel="position", ylim=(1e-8, 10))
-axes[0].legend(title="rounded to bfloat16", fontsize=7.5)
+handles, labels = axes[0].get_legend_handles_labels()
+figure.legend(handles, labels, title="rounded to bfloat16", loc="outside lower center", ncols=4)
 plt.show()
 
 # %% [markdown]
-# On the left, all three are wrong by as much as a cosine can be. On the right they differ. Attention sees rotations
+# On the left, all three are soon wrong by as much as a cosine can be. On the right they differ. Attention sees rotations
 # only through the *difference* of two positions, and rounded frequencies are still frequencies: the angle
 # between neighbours is slightly off, by the same amount everywhere. With rounded positions or angles it becomes
 # noise that grows with the position. So the first mistake is a wrong model that is consistent with itself, and
@@ -130,9 +133,9 @@ features = jnp.stack([taps(target.params, row[None], table("float32", np.arange(
 
 # %%
 assert (c.head_dim, c.rope.theta) == (H, rope.theta)
-KINDS, MOVED = ("float32", *ANGLES), 2048
+MOVED = 2048
 figure, axis = plt.subplots(figsize=(5.5, 2.8))
-for kind in KINDS:
+for kind in ANGLES:
     moved = taps(target.params, tokens[:1], table(kind, MOVED + np.arange(S)))
     # Position 0 holds activations that are a thousand times larger than all others.
     pairs = (x[1:].reshape(S - 1, -1, c.hidden_size) for x in (moved, features[0]))
@@ -178,7 +181,7 @@ def accepted(params, blocks, table):
 OFFSETS = (0, 256, 1024, 4096, 7936)
 reach = np.arange(S + draft.config.block_size)
 figure, axis = plt.subplots(figsize=(5.5, 2.8))
-for kind in KINDS:
+for kind in ANGLES:
     lengths = [float(accepted(params, blocks, table(kind, offset + reach))) for offset in OFFSETS]
     axis.plot(range(len(OFFSETS)), lengths, label=kind)
     print(f"{kind:12s}", "  ".join(f"{x:.2f}" for x in lengths))
@@ -188,7 +191,8 @@ axis.legend(title="rounded to bfloat16", loc="center left", bbox_to_anchor=(1, 0
 plt.show()
 
 # %% [markdown]
-# No text would have shown any of this. In the library, positions are int32, and angles, sines, cosines and the
+# Frequencies that are slightly off are forgiven at the distances of these texts; positions that are noise are not, and
+# no text would have shown it. In the library, positions are int32, and angles, sines, cosines and the
 # rotation itself are float32 in every dtype (`dflash_jax/ops/rope.py`); a test casts a model to bfloat16 and
 # compares the tables.
 #

@@ -95,18 +95,18 @@ plt.show()
 # ## Against the exact distribution
 #
 # Equal texts prove nothing about *which* distribution they come from. For that we take a target so small
-# that the probability of every continuation can be written down: eight tokens, three steps, 512
+# that the probability of every continuation can be written down: six tokens, three steps, 216
 # texts.
 
 # %%
-V, STEPS, ROWS = 8, 3, 8192
+V, STEPS, ROWS = 6, 3, 2048
 shape = dict(
     hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=V,
     max_position_embeddings=256, rms_norm_eps=1e-6, rope=RopeConfig(theta=1e4), qk_norm=True,
 )  # fmt: skip
 tiny = TargetConfig(model_type="qwen3", num_hidden_layers=2, tie_word_embeddings=True, **shape)
 small = DraftConfig(
-    num_hidden_layers=1, block_size=4, mask_token_id=7, target_layer_ids=(0, 1), **shape
+    num_hidden_layers=1, block_size=4, mask_token_id=5, target_layer_ids=(0, 1), **shape
 )
 
 
@@ -125,7 +125,7 @@ tiny_target = dj.Target(tiny, louder(params), (), source=None)
 tiny_draft = dj.Draft(small, random_params(small, jax.random.key(1)), source=None)
 
 # %% [markdown]
-# One forward over all 512 texts gives the target's filtered probabilities at each step, and their
+# One forward over all 216 texts gives the target's filtered probabilities at each step, and their
 # products the distribution of whole texts.
 
 # %%
@@ -144,7 +144,7 @@ exact = np.asarray(chosen.prod(axis=1), np.float64)
 print(f"{(exact > 0).sum()} texts are possible; together they have probability {exact.sum():.6f}")
 
 # %% [markdown]
-# Now draw 8192 texts with each of the rules of `Sampling.verify`, and compare the counts with that
+# Now draw 2048 texts with each of the rules of `Sampling.verify`, and compare the counts with that
 # by Pearson's chi-square test. A sound rule has a p-value that is anywhere between 0 and 1; a biased one has none
 # to speak of.
 

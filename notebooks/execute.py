@@ -16,7 +16,6 @@ from pathlib import Path
 
 import jupytext
 import nbformat
-from jupyter_client import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
@@ -39,9 +38,8 @@ def execute(source: Path) -> nbformat.NotebookNode:
         ValueError: If a cell writes to stderr, as warnings do.
     """
     notebook = jupytext.read(source, fmt="py:percent")
-    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")  # no ports
     NotebookClient(
-        notebook, km=kernel, timeout=900, startup_timeout=600, record_timing=False,
+        notebook, kernel_name="python3", timeout=900, startup_timeout=600, record_timing=False,
         resources={"metadata": {"path": str(source.parent)}},
     ).execute()  # fmt: skip
     notebook.metadata = {"kernelspec": KERNEL, "language_info": {"name": "python"}}
