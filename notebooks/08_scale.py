@@ -84,28 +84,36 @@ for name, path in SHOWN.items():
 SHADES = plt.get_cmap("Blues")(np.linspace(0.1, 0.65, 4))
 
 
-def draw(axis, x):
-    """The parts of an array and the devices of each."""
-    columns = x.shape[1] if x.ndim == 2 else len(x) // 8
+def draw(axis, x, corner):
+    """The parts of an array, with its corner there, and the devices of each."""
+    columns = x.shape[1] if x.ndim == 2 else 8
     holders = {}
     for device, index in x.sharding.devices_indices_map(x.shape).items():
         spans = [s.indices(n)[:2] for s, n in zip(index, x.shape)] + [(0, columns)]
         holders.setdefault(tuple(spans[:2]), []).append(device.id)
     for shade, (((top, bottom), (left, right)), devices) in zip(SHADES, sorted(holders.items())):
-        axis.add_patch(Rectangle((left, top), right - left, bottom - top, fc=shade, ec="k"))
-        some = ("\n" if right - left < 50 else " ").join(map(str, devices)) if len(devices) < 8 else "all"  # fmt: skip
-        axis.text((left + right) / 2, (top + bottom) / 2, some, ha="center", va="center", size=7.5)
-    axis.set(xlim=(-2, 130), ylim=(130, -2), aspect="equal")
-    axis.axis("off")
+        at, wide, high = (left + corner[0], top + corner[1]), right - left, bottom - top
+        axis.add_patch(Rectangle(at, wide, high, fc=shade, ec="k"))
+        half = len(devices) // 2 if wide < 64 <= high else len(devices)
+        lines = [" ".join(map(str, devices[i : i + half])) for i in range(0, len(devices), half)]
+        if wide > 8:
+            middle = at[0] + wide / 2, at[1] + high / 2
+            axis.text(*middle, "\n".join(lines), ha="center", va="center", size=8)
+        else:
+            axis.text(at[0] + 14, at[1] + high / 2, "all", va="center", size=8)
+    return columns
 
 
-figure, axes = plt.subplots(2, len(SHOWN), figsize=(7, 3))
-for row, (kind, rules) in zip(axes, RULES.items()):
-    placed = shard(params, mesh, rules)
-    for axis, (name, path) in zip(row, SHOWN.items()):
-        draw(axis, leaf(placed, path))
-        axis.set_title(f"{name}\n{leaf(params, path).shape}" if row is axes[0] else "", fontsize=8)
-    row[0].text(-12, 64, kind, rotation=90, va="center", ha="right", size=8)
+figure, axis = plt.subplots(figsize=(7, 3.7))
+axis.axis("off")
+axis.set(xlim=(-20, 610), ylim=(310, -30), aspect="equal")
+for top, (kind, rules) in zip((0, 165), RULES.items()):
+    placed, left = shard(params, mesh, rules), 0
+    axis.text(-6, top + 32, kind, rotation=90, va="center", ha="right", size=9)
+    for name, path in SHOWN.items():
+        if not top:
+            axis.text(left, -6, name, size=9)
+        left += draw(axis, leaf(placed, path), (left, top)) + 28
 plt.show()
 
 # %% [markdown]
