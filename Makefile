@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= Write a Python function that checks whether a word is a palindrome.
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test lint docs notebooks clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/dflash-jax generate "$(PROMPT)" --block-size 4 --stats
@@ -20,6 +20,10 @@ lint: $(VENV)/.test
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "site/index.html"
+
+# Executes them and writes their outputs; with OPTIONS=--check it writes nothing.
+notebooks: $(VENV)/.notebooks
+	$(BIN)/python notebooks/execute.py $(OPTIONS)
 
 # By pip, not python: a venv that failed half-way has the one and not the other.
 $(BIN)/pip:
@@ -41,6 +45,11 @@ $(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.demo | $(BIN)/pip
 $(VENV)/.docs: pyproject.toml constraints.txt $(VENV)/.demo | $(BIN)/pip
 	@echo "installing into $(VENV): mkdocs-material, mkdocstrings"
 	@$(BIN)/pip install --quiet --editable ".[docs]" --constraint constraints.txt
+	@touch $@
+
+$(VENV)/.notebooks: pyproject.toml constraints.txt $(VENV)/.demo | $(BIN)/pip
+	@echo "installing into $(VENV): jupytext, nbclient, matplotlib, optax"
+	@$(BIN)/pip install --quiet --editable ".[notebooks]" --constraint constraints.txt
 	@touch $@
 
 clean:
