@@ -42,7 +42,7 @@ def test_the_target_speaks_english(outputs):
 
 
 def test_the_shipped_draft_is_small_and_has_its_card():
-    assert (EMBEDDED_DRAFT / "model.safetensors").stat().st_size < 25e6
+    assert sum(f.stat().st_size for f in EMBEDDED_DRAFT.rglob("*") if f.is_file()) < 40e6
     card = (EMBEDDED_DRAFT / "README.md").read_text()
     for word in ("Licence", "seed", "acceptance", "recipe", "smollm2.toml"):
         assert word.lower() in card.lower(), word
