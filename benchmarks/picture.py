@@ -29,6 +29,10 @@ def main() -> None:
     target = load_target()
     draft, tokenizer = load_draft(None, target), load_tokenizer(target)
     said = Text()
+
+    def write(text: str, drafted: bool) -> None:
+        said.append(text, "on #1f6f43" if drafted else "")
+
     pieces = stream(
         target,
         draft,
@@ -40,7 +44,7 @@ def main() -> None:
         pieces,
         Detokenizer(tokenizer),
         target.stop_token_ids,
-        lambda text, drafted: said.append(text, "on #1f6f43" if drafted else "") and None,
+        write,
     )
     rounds = out.rounds[0]
     console = Console(record=True, width=88, file=io.StringIO(), force_terminal=True)

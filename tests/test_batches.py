@@ -49,7 +49,7 @@ def alone():
     [
         (3, 4),
         *(
-            pytest.param(*x, marks=pytest.mark.slow)
+            pytest.param(*x, marks=pytest.mark.deep)
             for x in [(6, 1), (1, 4), (4, 4), (6, 4), (3, 8)]
         ),
     ],
@@ -72,7 +72,7 @@ def test_the_order_of_the_rows_changes_no_text():
     assert out.tokens == [alone()[i] for i in order]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_in_bfloat16_the_draft_changes_no_text():
     target, draft = pair("bfloat16")
     other = random_draft(seed=9, dtype="bfloat16")
@@ -91,7 +91,7 @@ def test_one_key_gives_each_prompt_its_own():
     assert generate(target, draft, twins, key=jax.random.key(2), **options).tokens != texts
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_queue_keeps_the_rows_busy_through_growth_and_early_ends():
     """Short and long prompts and texts in turn, two rows, and a prompt beyond the first capacity."""
     target, draft = pair()
@@ -125,7 +125,7 @@ def test_a_queue_compiles_no_more_than_its_shapes():
 
 
 @pytest.mark.parametrize(
-    "verify", ["rejection", pytest.param("rejection_argmax", marks=pytest.mark.slow)]
+    "verify", ["rejection", pytest.param("rejection_argmax", marks=pytest.mark.deep)]
 )
 def test_rejection_is_reproducible_and_greedy_at_temperature_0(verify):
     target, draft = pair()

@@ -205,7 +205,7 @@ def first_round(target, draft, prompt) -> int:
     return int(decode(models, params, state, np.int32(1)).committed[0, 0])
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "name", ["dflash_full", "dflash_softcap", "domino", "dflash2", "speculators_reduced_vocab"]
 )

@@ -29,7 +29,7 @@ from dflash_jax.decode import LENGTH, RUNNING, STOP, insert_rows
 from dflash_jax.sampling import argmax
 from dflash_jax.states import new_state
 
-SLOW = pytest.mark.slow
+DEEP = pytest.mark.deep
 PROMPTS = prompts_of(1, 2, 5, 17, 40)
 NEW = 48
 BLOCK = 4
@@ -98,7 +98,7 @@ def assert_caches_equal_a_fresh_prefill(decoder, state):
 # The target's tokens, whatever the draft
 
 
-@pytest.mark.parametrize("block_size", [1, 4, *(pytest.param(q, marks=SLOW) for q in (2, 8, 16))])
+@pytest.mark.parametrize("block_size", [1, 4, *(pytest.param(q, marks=DEEP) for q in (2, 8, 16))])
 def test_every_draft_gives_the_tokens_of_plain_decoding_in_float32(block_size):
     decoder, rows, expected = Decoder(target(), draft(), block_size), plain_rows(), plain_tokens()
     for name, script in scripts(rows).items():
@@ -111,7 +111,7 @@ def test_every_draft_gives_the_tokens_of_plain_decoding_in_float32(block_size):
             assert all(set(counts) == {1} for counts in rounds_of(state))
 
 
-@pytest.mark.parametrize("block_size", [4, *(pytest.param(q, marks=SLOW) for q in (1, 2, 8, 16))])
+@pytest.mark.parametrize("block_size", [4, *(pytest.param(q, marks=DEEP) for q in (1, 2, 8, 16))])
 def test_bfloat16_tokens_do_not_depend_on_the_draft(block_size):
     decoder = Decoder(target("bfloat16"), draft("bfloat16"), block_size)
     reference = decoder.run(PROMPTS, [NEW + 16] * len(PROMPTS))
@@ -151,7 +151,7 @@ def test_prompts_of_any_length_are_prefilled_like_one_forward():
         assert got == predicted[b, len(prompt) - 1 :][:new].tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_sliding_target_decodes_far_past_its_window_with_partial_acceptance():
     window = 6
     decoder = Decoder(target(window=window), draft(), BLOCK)
@@ -353,7 +353,7 @@ def test_a_row_may_end_on_the_last_slot_and_none_is_written_past_it():
     assert new_tokens(state, prompts) == [expected[: new + 1]] * 5
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_growing_changes_no_token():
     decoder = Decoder(target(), draft(), BLOCK)
     script = script_of(corrupted(plain_rows(), seed=6))

@@ -21,7 +21,7 @@ CASES = [
     "dflash_sliding_bidirectional", "dflash_mixed", "dflash_all_causal", "dflash_yarn", "dflash_softcap",
 ]  # fmt: skip
 DECODED = [*CASES, "speculators_full", "speculators_reduced_vocab"]
-QUICK = ("dflash_full", "dflash_mixed", "speculators_reduced_vocab")
+QUICK = ("dflash_mixed", "speculators_reduced_vocab")
 TRAINED = [
     "speculators_full", "speculators_reduced_vocab", "speculators_sliding_causal", "speculators_sliding_noncausal",
 ]  # fmt: skip
@@ -57,7 +57,7 @@ def case(request, golden):
 
 # Each compiles programs of its own.
 @pytest.fixture(
-    params=[c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in DECODED]
+    params=[c if c in QUICK else pytest.param(c, marks=pytest.mark.deep) for c in DECODED]
 )
 def decoded(request, golden):
     return load_case(golden, request.param)
@@ -212,7 +212,7 @@ def test_short_and_stopped_generations_equal_the_references(decoded):
         check_run(case, name)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("name", "block_size"),
     [

@@ -189,7 +189,7 @@ def test_texts_follow_the_target(verify, filters):
     assert_exact(texts(models, FILTERS[filters]), FILTERS[filters])
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("verify", VERIFY)
 @pytest.mark.parametrize("head", HEAD_NAMES)
 def test_texts_drafted_by_every_head_follow_the_target(verify, head):

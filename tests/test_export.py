@@ -27,6 +27,7 @@ from dflash_jax.config import (
 
 GOLDEN = Path(__file__).parent / "golden"
 DRAFTS = sorted(p.name for p in (GOLDEN / "drafts").iterdir())
+QUICK = ("dflash2", "dflash_mixed", "dflash_old_layout", "domino", "speculators_reduced_vocab")
 TARGETS = sorted(p.name for p in (GOLDEN / "targets").iterdir())
 DRAFT_LOST = {"bos_token_id", "eos_token_id", "transformers_version"}
 NESTED_LOST = {
@@ -70,7 +71,7 @@ def lost(printed):
     return set(lines[0].split(", ")) if lines else set()
 
 
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.deep) for n in DRAFTS])  # fmt: skip
 def test_a_golden_draft_goes_to_ours_and_back_bit_for_bit(name, tmp_path, capsys):
     source, nested = GOLDEN / "drafts" / name, name.startswith("speculators")
     raw = hf.read_config(source)

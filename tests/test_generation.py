@@ -98,7 +98,7 @@ def test_generation_ends_at_the_targets_last_position():
     assert out.finish == ["length"] * 3
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_growing_past_a_bucket_changes_no_token():
     prompt = prompts_of(180)
     whole = generate(target(), draft(), prompt, max_new_tokens=120, block_size=BLOCK)

@@ -226,7 +226,7 @@ def plain_rows():
     return rows_of(run(None, 1))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("name", "lookup"),
     [
@@ -252,7 +252,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*(n for n in SMALL if n != "plain"), *LAYOUTS])
 def test_neither_head_nor_layout_changes_a_token_greedily_or_coupled(name, dtype):
@@ -266,7 +266,7 @@ def rows_with_the_plain_draft(dtype):
     return rows_of(run(random_draft(dtype=dtype), BLOCK, dtype=dtype))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_under_rejection_a_greedy_row_is_plain_decodings():
     state = run(draft("dflash2"), BLOCK, "rejection", lookup=True)
     greedy_rows = len(PROMPTS)
@@ -352,7 +352,7 @@ def test_numbers_out_of_bounds_raise(name, change, message):
 
 
 @pytest.mark.parametrize(
-    "name", ["dflash2", pytest.param("dflash2_sliding", marks=pytest.mark.slow)]
+    "name", ["dflash2", pytest.param("dflash2_sliding", marks=pytest.mark.deep)]
 )
 def test_generation_with_dflash2_equals_the_references(golden, name):
     """Whole, short and stopped runs: one program for all."""

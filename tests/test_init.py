@@ -62,7 +62,7 @@ def begin(setup: Setup):
     return first_state(setup.config, setup.target, setup.module.config, setup.optimizer, setup.examples)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [NESTED, *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)])  # fmt: skip
+@pytest.mark.parametrize("name", [NESTED, *(pytest.param(n, marks=pytest.mark.deep) for n in OTHERS)])  # fmt: skip
 def test_a_run_starts_from_a_published_draft_as_it_is(golden, tmp_path, name):
     setup = set_up(golden, tmp_path, name)
     given = load_draft(golden / "drafts" / name, setup.target, dtype="float32")
@@ -75,7 +75,7 @@ def test_a_run_starts_from_a_published_draft_as_it_is(golden, tmp_path, name):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), first, given.params)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [NESTED, pytest.param("dflash_mixed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [NESTED, pytest.param("dflash_mixed", marks=pytest.mark.deep)])
 def test_a_published_draft_is_trained_on_and_exported(golden, tmp_path, name):
     setup = set_up(golden, tmp_path, name)
     draft, state, losses = setup.module.config, begin(setup), []

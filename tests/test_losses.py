@@ -152,7 +152,7 @@ def test_a_target_that_is_no_number_is_no_other_tokens_loss():
     assert np.flatnonzero(np.isnan(rows.loss)).tolist() == [5]
 
 
-@pytest.mark.parametrize("missing", ["skip", pytest.param("replace", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("missing", ["skip", pytest.param("replace", marks=pytest.mark.deep)])
 def test_the_chunked_selectors_loss_and_gradients_are_the_dense_ones(missing):
     hidden, head, labels, counts, _ = case()
     labels = jnp.where(jnp.arange(R) % 2 == 0, jnp.argsort(-(head @ hidden), axis=0)[1], labels).astype(jnp.int32)  # fmt: skip
@@ -247,7 +247,7 @@ def test_the_totals_count_weights_and_correct_rows():
     np.testing.assert_allclose(totals.numerators, [loss * totals.weight], rtol=1e-6)
 
 
-@pytest.mark.parametrize("candidates", [pytest.param(0, marks=pytest.mark.slow), 16])
+@pytest.mark.parametrize("candidates", [pytest.param(0, marks=pytest.mark.deep), 16])
 def test_the_compiled_loss_of_a_head_needs_a_quarter_of_the_dense_logits_at_most(candidates):
     vocab, width, rank, rows = 4096, 16, 8, 1024
     shapes = [(width, rows), (vocab, width), (vocab, rank), (rank, rows)]

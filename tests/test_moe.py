@@ -257,7 +257,7 @@ def target(dtype):
     return random_target(SPARSE, dtype=jnp.dtype(dtype))
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.deep)])
 def test_every_draft_gives_the_same_tokens(dtype):
     block = 4
     decoder = Decoder(target(dtype), random_draft(dtype=jnp.dtype(dtype)), block)

@@ -44,7 +44,7 @@ def test_the_prompts_end_by_a_stop_and_by_their_length(plain):
     assert ends == {True, False}, "the target of these tests should do both"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(("rows", "refill"), [(2, 2), (4, 2), (4, 1), (8, 4)])
 def test_every_prompt_is_answered_once_and_as_if_it_were_alone(plain, rows, refill):
     prompts = numbered(*LENGTHS)
@@ -77,7 +77,7 @@ def test_features_are_the_taps_of_a_fresh_forward_and_the_last_tokens_are_zero()
         assert not e.features[-1].astype(np.float32).any()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_answers_without_taps_are_the_same(plain):
     sizes = {"rows": 2, "refill": 1, "max_new_tokens": NEW, "size": SIZE}
     for e in regenerate(TARGET, numbered(*LENGTHS), (), **sizes):
@@ -85,7 +85,7 @@ def test_answers_without_taps_are_the_same(plain):
         assert e.features.shape == (len(e.tokens), 0)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_features_come_in_the_order_of_the_taps_asked_for():
     prompts = numbered(4)
     both = [

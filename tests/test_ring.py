@@ -103,7 +103,7 @@ def test_rounds_on_a_ring_equal_rounds_on_the_whole_context(rule):
     assert min(ring.length) > ring.size
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["dflash_sliding_causal", "dflash_sliding_bidirectional"])
 def test_generations_that_wrap_equal_the_references(golden, monkeypatch, name):
     for module in (jobs, states):

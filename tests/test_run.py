@@ -85,7 +85,7 @@ def test_a_resumed_run_is_the_straight_run_bit_for_bit(straight, tmp_path, monke
     assert not leaves_equal(checkpoint(setup, 6).params, checkpoint(setup, 4).params)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.deep)])
 def test_a_signal_lets_the_step_end_saves_it_and_exits(
     straight, tmp_path, monkeypatch, name, capsys
 ):

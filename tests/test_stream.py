@@ -92,7 +92,9 @@ def test_tensors_other_than_the_announced_are_an_error(tmp_path, change, said):
         stream.write_safetensors(tmp_path, SHAPES, given)
 
 
-@pytest.mark.parametrize("name", ["qwen3_sharded_bf16", "qwen3_moe", "qwen3_tied"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_sharded_bf16", "qwen3_moe", pytest.param("qwen3_tied", marks=pytest.mark.deep)]
+)
 def test_a_target_goes_through_in_many_groups_bit_for_bit(golden, tmp_path, monkeypatch, name):
     monkeypatch.setattr(orbax, "_GROUP", 2**17)
     source = golden / "targets" / name
@@ -141,7 +143,7 @@ class Stop(Exception):
     pass
 
 
-@pytest.mark.parametrize("error", [Stop, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("error", [Stop, *(pytest.param(e, marks=pytest.mark.deep) for e in (KeyboardInterrupt, SystemExit))])  # fmt: skip
 def test_an_interrupted_conversion_leaves_nothing_behind(golden, tmp_path, monkeypatch, error):
     monkeypatch.setattr(orbax, "_GROUP", 20_000)
     seen = []

@@ -88,7 +88,7 @@ def close(case, run, expected, values, but=()):
         np.testing.assert_allclose(value, expected[name], **case["tolerances"][kind], err_msg=f"{run}_{name}")  # fmt: skip
 
 
-@pytest.mark.parametrize("shift", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("shift", [pytest.param(0, marks=pytest.mark.deep), 1])
 @pytest.mark.parametrize("share", [0, 4])
 def test_dominos_mixed_loss_is_specforges(golden, target, shift, share):
     case, arrays, _, grads, _, values = golden_step(
@@ -107,7 +107,7 @@ def test_dominos_mixed_loss_is_specforges(golden, target, shift, share):
     close(case, run, expected, values)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize(("run", "weight"), [("w1", 1.0), ("w03", 0.3)])
 def test_dflash2s_loss_is_nemos(golden, target, run, weight):
     case, arrays, totals, grads, blocks, values = golden_step(
@@ -129,7 +129,7 @@ def test_dflash2s_loss_is_nemos(golden, target, run, weight):
 
 
 @pytest.mark.parametrize(
-    "pure", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
+    "pure", [pytest.param(0, marks=pytest.mark.deep), 1, pytest.param(2, marks=pytest.mark.deep)]
 )
 def test_dominos_logits_given_the_true_tokens_are_specforges(golden, target, pure):
     case, arrays = read(golden / "drafts/domino")
@@ -161,7 +161,7 @@ def forced(module, params, hidden, tokens, embedding):
 # one that departs from it after j tokens is right for j.
 
 SLIDE = {"layer_types": ("sliding_attention",), "sliding_window": 6}
-slow = pytest.mark.slow
+deep = pytest.mark.deep
 CASES = {
     "plain": {"window_rule": "zlab", **SLIDE},
     "dflash2": {"window_rule": "nemo", "is_causal": False, **SLIDE},
@@ -190,7 +190,7 @@ def decoded(fns, block_size, params, context, text, length, cache):
     return fns.propose(params, text, cache, block_size, picker)[0].tokens[0]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else slow) for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else deep) for n in CASES])
 def test_the_trainer_accepts_what_the_decoder_proposes(name):
     options = {"head": SMALL.get(name)} | CASES[name]
     config = dataclasses.replace(fakes.DRAFT, block_size=Q, **(ONE_LAYER | options))
@@ -279,7 +279,7 @@ def test_parts_share_no_divisor():
         assert (int(sums["labels"]), int(sums["blocks"])) == (3, 3)
 
 
-@slow
+@deep
 @pytest.mark.parametrize("name", ["plain", "dflash2"])
 def test_parts_of_a_batch_make_the_gradient_of_the_whole(name):
     """They do not share the divisors alike, of which DFlash 2 has two."""
@@ -312,7 +312,7 @@ def test_remat_keeps_no_scores_for_the_backward_pass(capsys):
         assert bool(re.search(scores, capsys.readouterr().out)) != remat
 
 
-@slow
+@deep
 @pytest.mark.parametrize("name", ["plain", "dflash2"])
 def test_remat_changes_no_gradient(name):
     module, params, blocks, rest = small_step(name)
@@ -324,8 +324,8 @@ def test_remat_changes_no_gradient(name):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-@slow
-@slow
+@deep
+@deep
 def test_convolutions_of_training_blocks_do_not_mix():
     module, params, blocks, (table, _, scale) = small_step("dflash2", rows=1)
     hidden = jax.jit(functools.partial(block_hidden, module, params, table, scale))
@@ -335,7 +335,7 @@ def test_convolutions_of_training_blocks_do_not_mix():
     assert changed.any(axis=1).tolist() == [False, True, False]
 
 
-@slow
+@deep
 def test_a_fresh_dflash2_is_the_plain_draft():
     """Its filters pass every slot on and its selector leaves the order alone, but all of it learns."""
     module, _, blocks, rest = small_step("dflash2")

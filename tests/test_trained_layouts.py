@@ -51,7 +51,7 @@ def speculators_blocks(arrays, i, target, size=64):
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("runs", [("ce_decay", "kl_decay", "mix"), ("ce_dpace",)], ids="-".join)
 @pytest.mark.parametrize("name", DRAFTS)
 def test_losses_and_gradients_are_speculators(golden, name, runs):
@@ -89,7 +89,7 @@ def test_losses_and_gradients_are_speculators(golden, name, runs):
                     np.testing.assert_allclose(value, expected, **case["tolerances"][kind], err_msg=f"in{i} {run} {key}")  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_sliding_draft_trains_as_nemos(golden):
     case, arrays = read(golden / "training/nemo_dflash")
     target = load_target(golden / case["target"], dtype=jnp.float32)

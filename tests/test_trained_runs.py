@@ -39,7 +39,7 @@ RECIPES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_trained_draft_loads_decodes_and_can_be_gone_on_with(name, store, tmp_path):
     setup = set_up(store, tmp_path / "run", candidates=60, **RECIPES[name])
@@ -84,7 +84,7 @@ def test_a_reduced_vocabularys_head_starts_as_the_targets_rows(store, tmp_path):
     assert blocks.labels.max() > 24  # the target's ids: the step has the draft's
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_checkpoints_reduced_vocabulary_is_read_with_it(store, tmp_path):
     setup = set_up(store, tmp_path, draft_vocab_size=24, steps=3, decode_every=0, evaluate_every=3)
     train.run.train(setup)
@@ -132,10 +132,13 @@ def test_a_recipe_that_describes_another_draft_than_it_starts_from_is_named(stor
     export(setup.module.config, begin(setup), tmp_path / "draft")
     for options, said in (
         ({"block_size": 3}, "has block_size=4, but the recipe says block_size=3"),
-        ({"head": HEADS["dspark"]}, "has head=None, but the recipe says head=DSpark"),
         (
-            {"draft_vocab_size": 20},
-            "has draft_vocab_size=None, but the recipe says draft_vocab_size=20",
+            {"head": HEADS["dspark"]},
+            "predicts from slot 1 on, but head=DSpark(markov_rank=4, markov_head_type='vanilla') from slot 0 on",
+        ),
+        (
+            {"sample_from_anchor": True},
+            "has sample_from_anchor=False, but the recipe says sample_from_anchor=True",
         ),
     ):
         with pytest.raises(ValueError, match=r"init=.*" + re.escape(said)):

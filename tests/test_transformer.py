@@ -19,7 +19,7 @@ from dflash_jax.pair import Target
 CASES = [
     "llama3", "qwen3_bias_yarn", "qwen3_gqa", "qwen3_moe", "qwen3_sharded_bf16", "qwen3_sliding", "qwen3_tied", "qwen3_v4rope",
 ]  # fmt: skip
-QUICK = ("llama3", "qwen3_bias_yarn", "qwen3_moe", "qwen3_sliding")
+QUICK = ("llama3", "qwen3_bias_yarn", "qwen3_moe")
 SLOTS = 16
 
 
@@ -48,7 +48,7 @@ def case(request, golden):
 
 # Each compiles programs of its own.
 @pytest.fixture(
-    params=[c if c in QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+    params=[c if c in QUICK else pytest.param(c, marks=pytest.mark.deep) for c in CASES]
 )
 def decoded(request, golden):
     return load_case(golden, request.param)

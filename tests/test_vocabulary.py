@@ -177,7 +177,7 @@ def test_a_block_that_samples_from_its_anchor_is_verified_with_one_more_token():
     assert bind(target, plain)[0].block_size == 4
 
 
-@pytest.mark.parametrize("block_size", [2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("block_size", [2, pytest.param(5, marks=pytest.mark.deep)])
 def test_anchored_drafts_are_lossless_up_to_the_last_position(block_size):
     """The target ends at 64 positions and the draft at 16: text stops there, and is the target's own."""
     short = dataclasses.replace(TARGET, max_position_embeddings=64)

@@ -56,7 +56,7 @@ def test_rows_that_have_ended_have_no_say():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("verify", ["coupled", pytest.param("rejection", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("verify", ["coupled", pytest.param("rejection", marks=pytest.mark.deep)])
 def test_tokens_are_the_same_at_any_width(temperature, verify):
     target, draft = random_target(), random_draft()
     kind = Sampling(temperature=temperature, verify=verify)
@@ -68,7 +68,7 @@ def test_tokens_are_the_same_at_any_width(temperature, verify):
     assert [sum(r) for r in adapted.rounds] == [49, 49]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_draft_that_is_right_for_a_while_gets_its_width_back():
     """Wrong for 20 tokens, then always right: the rounds widen, and the text stays."""
     target, draft = random_target(), random_draft()
@@ -85,7 +85,7 @@ def test_a_draft_that_is_right_for_a_while_gets_its_width_back():
     assert rounds[19:24] == [2, 4, 4, 4, 4]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("rows", [1, 8])
 def test_the_choice_copies_no_cache(rows):
     target, draft = random_target(), random_draft()

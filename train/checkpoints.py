@@ -22,7 +22,8 @@ def rank(metrics: dict[str, float]) -> tuple[bool, float]:
 
 def measured(record: dict[str, Any]) -> dict[str, float] | None:
     """A metrics record's values for `rank`; None where the step was not evaluated."""
-    found = {m: next(iter(record[m].values())) for m in MEASURES if record.get(m)}
+    first = next(iter(record.get("acceptance_length", ())), None)
+    found = {m: record[m][first] for m in MEASURES if first in record.get(m, {})}
     return found or None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from dflash_jax.checkpoint import hf
 from dflash_jax.config import DraftConfig
+from dflash_jax.models.draft import first_slot
 from dflash_jax.pair import open_draft, read_draft_config
 
 SHAPE = ("num_hidden_layers", "block_size", "mask_token_id", "target_layer_ids")
@@ -62,4 +63,10 @@ def grown(ref: str, config: DraftConfig, said: Mapping[str, Any]) -> DraftConfig
         raise ValueError(f"init={ref!r} has {has}, but the recipe says {says}")
     new = added.get("num_hidden_layers", config.num_hidden_layers) - config.num_hidden_layers
     layer_types = (*config.layer_types, *[config.layer_types[-1]] * new)
-    return dataclasses.replace(config, **added, layer_types=layer_types)
+    whole = dataclasses.replace(config, **added, layer_types=layer_types)
+    if first_slot(whole) != first_slot(config):
+        raise ValueError(
+            f"init={ref!r} predicts from slot {first_slot(config)} on, but head={whole.head!r} from slot "
+            f"{first_slot(whole)} on"
+        )
+    return whole
