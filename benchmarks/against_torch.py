@@ -104,14 +104,14 @@ def measure(name: str, own: Run, other: Run, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    import torch
-    from dflash.model import DFlashDraftModel
-    from transformers import AutoModelForCausalLM
-
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--repeats", type=int, default=5, help="counted runs of each")
     parser.add_argument("--used", type=int, nargs="*", default=[256, 4096], help="prompt lengths")
     args = parser.parse_args()
+    import torch
+    from dflash.model import DFlashDraftModel
+    from transformers import AutoModelForCausalLM
+
     warnings.simplefilter("ignore")  # dflash calls transformers by names that it deprecates
     path = embedded_target()
     target = load_target()
