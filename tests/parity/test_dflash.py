@@ -1,11 +1,9 @@
 """Drafts against dflash 0.1.0 on the CPU, live: what it decodes, we decode, and it loads what we write."""
 
+import dataclasses
 import functools
 import json
 
-import jax
-import ml_dtypes
-import numpy as np
 import pytest
 import torch
 from dflash.model import DFlash2DraftModel, DFlashDraftModel, dflash_generate
@@ -13,16 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from dflash_jax import generate, load_draft, load_target
 from dflash_jax.checkpoint.export import save_draft
-from dflash_jax.config import DraftConfig
 from dflash_jax.pair import (
     embedded_target,
     load_tokenizer,
     read_draft,
     read_draft_config,
 )
-from train.features import taps_of
-from train.store import Example
-from train.warm_start import feature_scale, fold_scale, random_params, warm_start
 
 # dflash 0.1.0 calls transformers by names that it deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -81,30 +75,20 @@ def test_our_export_decodes_in_dflash_as_here(name, golden, tmp_path):
         assert decode(exported, theirs(folder), prompt(seed), 40) == ours.tokens[0]
 
 
-def test_a_draft_for_the_embedded_target_decodes_in_dflash_as_here(tmp_path):
-    """One made of the target's last layers: the embedded draft's head is none of dflash's."""
+def test_the_embedded_drafts_layers_decode_in_dflash_as_here(tmp_path):
+    """Without its Domino head and its vocabulary, which are none of dflash's."""
     path, target = embedded_target(), load_target()
-    c = target.config
-    config = DraftConfig(
-        hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, num_hidden_layers=2,
-        num_attention_heads=c.num_attention_heads, num_key_value_heads=c.num_key_value_heads, head_dim=c.head_dim,
-        vocab_size=c.vocab_size, max_position_embeddings=c.max_position_embeddings, rms_norm_eps=1e-6, rope=c.rope,
-        qk_norm=True, block_size=8, mask_token_id=16, target_layer_ids=(1, 14, 27), num_target_layers=c.num_hidden_layers,
-    )  # fmt: skip
-    tokenizer = load_tokenizer(target)
-    message = [{"role": "user", "content": "How do I boil an egg?"}]
-    prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
-    bits = np.asarray(taps_of(target, [prompt], config.target_layer_ids, 64))[0, : len(prompt)]
-    features = bits.copy().view(ml_dtypes.bfloat16)
-    examples = [Example.response("egg", "chat", np.array(prompt), len(prompt) - 1, features)]
-    scale = feature_scale(examples)
-    params = random_params(config, jax.random.key(0))
-    params = fold_scale(warm_start(params, target.params, config, scale, examples), scale)
+    embedded = load_draft(None, target)
+    config = dataclasses.replace(embedded.config, head=None, draft_vocab_size=None, own_head=False)
+    params = {k: v for k, v in embedded.params.items() if k.startswith(("fc", "hidden_norm", "norm", "layers_"))}  # fmt: skip
     save_draft(tmp_path / "draft", config, params, dtype="float32")
     theirs_target = AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
     theirs = DFlashDraftModel.from_pretrained(tmp_path / "draft", dtype=torch.float32).eval()
+    tokenizer = load_tokenizer(target)
+    message = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
     ours = generate(target, load_draft(tmp_path / "draft", target), [prompt], max_new_tokens=40)
     assert decode(theirs, theirs_target.eval(), prompt, 40, [2]) == ours.tokens[0]
-    assert ours.acceptance_length > 1
+    assert ours.acceptance_length > 1.2
