@@ -50,7 +50,7 @@ def machine() -> dict[str, str]:
 
 
 def write(name: str, result: Mapping[str, Any]) -> Path:
-    """Keeps a result with what it ran on as `results/NAME.json`, which the README's tables quote."""
+    """Keeps a result with what it ran on as `results/NAME.json`; returns its path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"machine": machine(), **result}, indent=1) + "\n")

@@ -261,6 +261,15 @@ def test_neither_head_nor_layout_changes_a_token_greedily_or_coupled(name, dtype
     assert rows_of(state) == rows_with_the_plain_draft(dtype)
 
 
+def test_dominos_head_over_a_reduced_vocabulary_changes_no_token():
+    config = dataclasses.replace(small_config("domino unshifted"), draft_vocab_size=VOCAB // 2)
+    made = random_draft(config, seed=8)
+    assert made.params["embed_proj"]["2"]["weight"].shape == (VOCAB // 2, 6)
+    made.params["d2t"] = jnp.arange(VOCAB // 2, dtype=jnp.int32)  # the even ids
+    state = run(made, BLOCK)
+    assert rows_of(state) == rows_with_the_plain_draft("float32")
+
+
 @functools.cache
 def rows_with_the_plain_draft(dtype):
     return rows_of(run(random_draft(dtype=dtype), BLOCK, dtype=dtype))

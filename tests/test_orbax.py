@@ -48,6 +48,12 @@ def test_saving_and_loading_is_bit_identical(draft, tmp_path, dtype):
     assert_same(got, params)
 
 
+def test_a_checkpoint_does_not_say_where_it_was_made(saved, tmp_path):
+    files = [path for path in saved.rglob("*") if path.is_file()]
+    assert not [path for path in files if str(tmp_path).encode() in path.read_bytes()]
+    assert (saved / "params/commit_success.txt").exists()
+
+
 def test_loading_casts_to_the_dtype_asked_for(saved, draft):
     _, got = orbax.load(saved, jnp.float32)
     assert_same(got, jax.tree.map(lambda x: x.astype(jnp.float32), draft.params))

@@ -149,6 +149,9 @@ def _write_params(folder: Path, leaves: Iterable[tuple[str, Any]]) -> None:
             del group
             _free_memory()
         pool.submit(ocp.partial.finalize, str(folder)).result()
+    mark = folder / "commit_success.txt"  # where Orbax names the folder, which a checkpoint leaves
+    if mark.exists():
+        mark.write_text("")
 
 
 def _groups(leaves: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
