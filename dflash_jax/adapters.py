@@ -135,7 +135,7 @@ def bind(
     Args:
         draft: "lookup" drafts from the text alone, without a model.
         lookup: Lets what the text itself suggests take the place of the draft's proposals.
-        adapt_width: Lets the target read fewer slots of a block while few are accepted.
+        adapt_width: Drafts and reads smaller blocks while few proposals are accepted.
 
     Raises:
         ValueError: If `block_size` is not in [1, what the draft was trained for], which is one more

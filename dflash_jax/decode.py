@@ -71,8 +71,8 @@ class Models:
         draft: The draft's functions, or None for plain decoding.
         block_size: Q: tokens the target reads a round.
         verify: How proposals are judged.
-        widths: Ascending numbers of block slots of which a round lets the target read the first that
-            recent acceptance calls for (see `choose_width`); the last is Q. Empty: always Q.
+        widths: Ascending block sizes from 2 on, of which a round takes the one that recent acceptance
+            calls for (see `choose_width`); the last is Q. Empty: always Q.
     """
 
     target: TargetFns
@@ -85,8 +85,8 @@ class Models:
         if self.block_size < 1:
             raise ValueError(f"{self.block_size=} must be at least 1")
         ascending = list(self.widths) == sorted(set(self.widths))
-        if self.widths and not (ascending and self.widths[-1] == self.block_size):
-            raise ValueError(f"{self.widths=} must ascend to {self.block_size=}")
+        if self.widths and not (ascending and self.widths[0] > 1 and self.widths[-1] == self.block_size):
+            raise ValueError(f"{self.widths=} must ascend from 2 or more to {self.block_size=}")
 
 
 @no_type_check  # JAX rebuilds it around shapes and shardings too
@@ -235,11 +235,11 @@ def decode_round(models: Models, params: Any, state: State, width: int | None = 
     """Drafts, verifies and commits one block of every running row.
 
     Args:
-        width: Block slots that the target reads, at least 1 and at most Q; default Q.
+        width: The round's block size, at most Q; default Q.
 
     Source: arXiv 2602.06036, section 3; dflash 0.1.0 `dflash_generate`.
     """
-    B, Q = len(state.length), models.block_size
+    B, Q = len(state.length), width or models.block_size
     anchor, draft = state.length - 1, state.draft
     proposals = Proposals(jnp.zeros((B, 0), jnp.int32))
     if models.draft is not None:
@@ -247,9 +247,7 @@ def decode_round(models: Models, params: Any, state: State, width: int | None = 
         proposals, draft = models.draft.propose(params, state.tokens, draft, Q, pick)
         chex.assert_shape(proposals.tokens, (B, Q - 1))
     block = jnp.concatenate([read_rows(state.tokens, anchor, 1), proposals.tokens], axis=1)
-    width = Q if width is None else width
-    proposals = jax.tree.map(lambda x: x[..., : width - 1], proposals)
-    hidden, context, target = models.target.forward(params, block[:, :width], state.target)
+    hidden, context, target = models.target.forward(params, block, state.target)
     logits = models.target.logits(params, hidden)
     predicted, accepted = verify(models.verify, logits, proposals, state.sampling, anchor)
     if models.draft is not None:

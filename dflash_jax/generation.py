@@ -71,7 +71,7 @@ def generate(
             `jax.random.key(0)`. A prompt's text depends on its own key alone, not on its neighbours.
         lookup: With a draft model: where the last tokens recur in the text, propose what followed
             instead.
-        adapt_width: Let the target read fewer slots of a block while few are accepted.
+        adapt_width: Draft and read smaller blocks while few proposals are accepted.
         rows: Prompts decoded at once; as rows end, further prompts take their places.
         state: An earlier call's, with the same draft. It is consumed, and its rows go on: nothing that
             is cached is computed again.

@@ -1,6 +1,8 @@
 """Width control: fewer slots read while few are accepted, and never another token."""
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +87,26 @@ def test_a_draft_that_is_right_for_a_while_gets_its_width_back():
     assert rounds[19:24] == [2, 4, 4, 4, 4]
 
 
+def test_a_narrow_round_drafts_no_more_than_it_reads():
+    decoder, asked = Decoder(random_target(), random_draft(), 4), []
+
+    @dataclasses.dataclass(frozen=True)
+    class Asked:
+        own: Any
+
+        def extend(self, *args):
+            return self.own.extend(*args)
+
+        def propose(self, params, text, cache, block_size, pick):
+            asked.append(block_size)
+            return self.own.propose(params, text, cache, block_size, pick)
+
+    models = dataclasses.replace(decoder.models, widths=FEW, draft=Asked(decoder.models.draft))
+    state = decoder.start(PROMPTS[:1], [9])
+    jax.eval_shape(functools.partial(decode, models), decoder.params(own_script(state)), state, 1)
+    assert sorted(set(asked)) == [2, 4]
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("rows", [1, 8])
 def test_the_choice_copies_no_cache(rows):
@@ -104,8 +126,8 @@ def test_widths_are_powers_of_two_up_to_the_block(block_size, widths):
     assert block_widths(block_size, False) == ()
 
 
-@pytest.mark.parametrize("widths", [(4, 2, 8), (2, 4), (2, 2, 8)])
+@pytest.mark.parametrize("widths", [(4, 2, 8), (2, 4), (2, 2, 8), (1, 8)])
 def test_widths_ascend_to_the_block_size(widths):
     decoder = Decoder(random_target())
-    with pytest.raises(ValueError, match="must ascend to"):
+    with pytest.raises(ValueError, match="must ascend from 2"):
         Models(decoder.models.target, None, 8, widths=widths)

@@ -134,7 +134,7 @@ def _pair(max_new_tokens: int) -> argparse.ArgumentParser:
     pair.add_argument(
         "--adapt-width",
         action="store_true",
-        help="let the target read fewer slots of a block while few are accepted",
+        help="draft and read smaller blocks while few proposals are accepted",
     )
     pair.add_argument(
         "--max-new-tokens",
