@@ -61,12 +61,15 @@ class KVCache(struct.PyTreeNode):
 
         return cls(empty(), empty(), jnp.zeros((batch,), jnp.int32), ring)
 
-    def grow(self, size: int) -> "KVCache":
-        """The same content with `size` slots; one copy. A full ring is left alone."""
+    def resize(self, size: int) -> "KVCache":
+        """The same content with `size` slots, more than any row's length; one copy.
+
+        A ring has at most its own size, and is left alone there.
+        """
         size = size if self.ring is None else min(size, self.ring)
         if size == self.size:
             return self
-        return self.replace(k=grow(self.k, size, axis=2), v=grow(self.v, size, axis=2))
+        return self.replace(k=resize(self.k, size, axis=2), v=resize(self.v, size, axis=2))
 
     def held(self, count: int) -> Int[Array, "B S"]:
         """Position that each slot holds once `[length, length + count)` are written; negative for none."""
@@ -87,15 +90,16 @@ class KVCache(struct.PyTreeNode):
         return put(self.k[layer], k, self.length), put(self.v[layer], v, self.length)
 
 
-def grow(tree, size: int, axis: int):
-    """Pads `axis` of every array of `tree` with zeros up to `size`."""
+def resize(tree, size: int, axis: int):
+    """Cuts `axis` of every array of `tree` to `size`, or pads it with zeros up to it."""
 
-    def pad(x):
+    def fit(x):
+        x = jax.lax.slice_in_dim(x, 0, min(size, x.shape[axis]), axis=axis)
         widths = [(0, 0)] * x.ndim
         widths[axis] = (0, size - x.shape[axis])
         return jnp.pad(x, widths)
 
-    return jax.tree.map(pad, tree)
+    return jax.tree.map(fit, tree)
 
 
 def write_keys_values(

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Int
 
 from dflash_jax import array_typing as at
 from dflash_jax.acceptance import verify
-from dflash_jax.cache import KVCache, grow, read_rows, write_rows
+from dflash_jax.cache import KVCache, read_rows, resize, write_rows
 from dflash_jax.sampling import Picker, Proposals, RowSampling, Verify, sample
 
 RUNNING, STOP, LENGTH = 0, 1, 2
@@ -43,7 +43,7 @@ class TargetFns(Protocol):
 
 @runtime_checkable
 class DraftFns(Protocol):
-    """A draft's two functions. Its cache is any pytree with `length`, `replace` and `grow`."""
+    """A draft's two functions. Its cache is any pytree with `length`, `replace` and `resize`."""
 
     def extend(self, params: Any, context: at.Context, cache: Any) -> Any:
         """Writes the context rows behind `cache.length`, which stays."""
@@ -85,7 +85,9 @@ class Models:
         if self.block_size < 1:
             raise ValueError(f"{self.block_size=} must be at least 1")
         ascending = list(self.widths) == sorted(set(self.widths))
-        if self.widths and not (ascending and self.widths[0] > 1 and self.widths[-1] == self.block_size):
+        if self.widths and not (
+            ascending and self.widths[0] > 1 and self.widths[-1] == self.block_size
+        ):
             raise ValueError(f"{self.widths=} must ascend from 2 or more to {self.block_size=}")
 
 
@@ -122,13 +124,13 @@ class State(struct.PyTreeNode):
         return self.tokens.shape[1]
 
     @functools.partial(jax.jit, static_argnames=("size",))
-    def grow(self, size: int) -> "State":
-        """The same state with `size` slots a row; one copy, in one compiled program."""
+    def resize(self, size: int) -> "State":
+        """The same state with `size` slots a row, more than any row's length; one copy, in one program."""
         return self.replace(
-            tokens=grow(self.tokens, size, axis=1),
-            committed=grow(self.committed, size, axis=1),
-            target=self.target.grow(size),
-            draft=None if self.draft is None else self.draft.grow(size),
+            tokens=resize(self.tokens, size, axis=1),
+            committed=resize(self.committed, size, axis=1),
+            target=self.target.resize(size),
+            draft=None if self.draft is None else self.draft.resize(size),
         )
 
 
@@ -203,7 +205,7 @@ def decode(
         least_running: Fewer rows `RUNNING` end the loop, so that the others can be refilled.
 
     Returns:
-        The state. Rows still `RUNNING` want another call: after `State.grow` if a row has fewer than
+        The state. Rows still `RUNNING` want another call: after `State.resize` if a row has fewer than
         Q free slots.
     """
 

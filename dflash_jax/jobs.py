@@ -78,9 +78,9 @@ class Job:
         """Appends the prompts to the rows of an earlier state, and runs what its caches lack."""
         before = np.asarray(state.length)
         length = before + np.array([len(p) for p in self.prompts], np.int32)
-        size = capacity(int(length.max()) + max(PREFILL_CHUNK, self.models.block_size))
-        if size > state.size:
-            state = state.grow(size)
+        state = resized(
+            state, capacity(int(length.max()) + max(PREFILL_CHUNK, self.models.block_size))
+        )
         tokens = np.array(state.tokens)
         for row, start, prompt in zip(tokens, before, self.prompts):
             row[start : start + len(prompt)] = prompt
@@ -102,7 +102,7 @@ class Job:
         """Rounds, after growth where a row is out of slots."""
         longest = int(np.asarray(state.length).max())
         if longest + self.models.block_size > state.size:
-            state = state.grow(2 * state.size)
+            state = resized(state, 2 * state.size)
         limits = np.int32(max_rounds), np.int32(least_running)
         return decode(self.models, self.params, state, *limits)
 
@@ -146,10 +146,12 @@ class Job:
         return [found[i] for i in range(count)], last
 
     def _refill(self, state: State, row: int, index: int) -> State:
-        size = first_capacity(len(self.prompts[index]), self.models.block_size)
-        if size > state.size:
-            state = state.grow(size)
-        return insert_rows(state, self.start([index], state.size), jnp.array([row]))
+        """Puts a prompt into the place of a row that has ended, in the bucket that the rows then need."""
+        block_size, others = self.models.block_size, np.delete(np.asarray(state.length), row)
+        needed = capacity(int(others.max(initial=0)) + block_size)
+        size = max(needed, first_capacity(len(self.prompts[index]), block_size))
+        fresh = self.start([index], size)
+        return insert_rows(resized(state, size), fresh, jnp.array([row]))
 
     def read(self, state: State, row: int, index: int) -> Row:
         """What the row of prompt `index` holds."""
@@ -168,6 +170,10 @@ class Job:
                 "the target's logits are NaN: its weights or the dtype overflow"
             )
         return Row(out, _FINISH[int(finish)], committed[:rounds].tolist(), finish == RUNNING)
+
+
+def resized(state: State, size: int) -> State:
+    return state if size == state.size else state.resize(size)
 
 
 def make_job(

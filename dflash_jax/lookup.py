@@ -71,7 +71,7 @@ class Length(struct.PyTreeNode):
     def zeros(cls, rows: int) -> "Length":
         return cls(jnp.zeros((rows,), jnp.int32))
 
-    def grow(self, size: int) -> "Length":
+    def resize(self, size: int) -> "Length":
         return self
 
 

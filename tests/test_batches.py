@@ -10,6 +10,7 @@ from fakes import prompts_of, random_draft, random_target
 
 from dflash_jax import Sampling, generate, stream
 from dflash_jax.decode import decode, prefill
+from dflash_jax.jobs import make_job
 from dflash_jax.pair import Draft, Target
 
 PROMPTS = prompts_of(1, 7, 40, 3, 90, 12)
@@ -103,6 +104,17 @@ def test_a_queue_keeps_the_rows_busy_through_growth_and_early_ends():
     assert out.tokens == [s.tokens[0] for s in single]
     assert out.finish == [s.finish[0] for s in single]
     assert "stop" in out.finish
+
+
+def test_a_queue_leaves_a_long_prompts_capacity_behind():
+    """300 tokens, then short ones in its place: their rounds do not read 512 slots."""
+    target, draft = pair()
+    prompts = prompts_of(300, 5, 9)
+    options = {"stop_token_ids": (), "sampling": Sampling(), "key": None}
+    job = make_job(target, draft, prompts, 8, **options, block_size=4)
+    found = {index: (row.tokens, state.size) for index, row, state in job.run(job.start([0]))}
+    single = [generate(target, None, [p], max_new_tokens=8, stop_token_ids=()) for p in prompts]
+    assert found == {i: (s.tokens[0], 512 if i == 0 else 256) for i, s in enumerate(single)}
 
 
 @pytest.mark.parametrize("new", [0, 1])

@@ -52,7 +52,7 @@ def test_a_grown_cache_keeps_its_slots_and_its_length():
     filled = cache.replace(
         k=(jnp.ones((2, 1, 4, 2)),), v=(2 * jnp.ones((2, 1, 4, 2)),), length=jnp.asarray([1, 4])
     )
-    grown = filled.grow(6)
+    grown = filled.resize(6)
     assert grown.size == 6
     assert grown.length.tolist() == [1, 4]
     for old, new in ((filled.k[0], grown.k[0]), (filled.v[0], grown.v[0])):

@@ -348,7 +348,7 @@ def test_a_row_may_end_on_the_last_slot_and_none_is_written_past_it():
     assert state.finish.tolist() == [RUNNING] * 5
     assert new_tokens(state, prompts) == [expected[:new]] * 5
     assert_caches_equal_a_fresh_prefill(decoder, state)
-    state = decoder.decode(state.grow(2 * SIZE), wrong)
+    state = decoder.decode(state.resize(2 * SIZE), wrong)
     assert state.finish.tolist() == [LENGTH] * 5
     assert new_tokens(state, prompts) == [expected[: new + 1]] * 5
 
@@ -359,7 +359,7 @@ def test_growing_changes_no_token():
     script = script_of(corrupted(plain_rows(), seed=6))
     state = decoder.decode(decoder.start(PROMPTS, [NEW] * 5, size=64), script)
     assert RUNNING in state.finish.tolist()
-    state = decoder.decode(state.grow(SIZE), script)
+    state = decoder.decode(state.resize(SIZE), script)
     assert new_tokens(state, PROMPTS) == plain_tokens()
     assert all(sum(counts) == NEW - 1 for counts in rounds_of(state))
 

@@ -57,7 +57,7 @@ def test_lookup_wants_ngrams_that_exist():
 
 def test_its_cache_is_the_rows_lengths():
     cache = Length.zeros(3)
-    assert cache.grow(64).replace(length=cache.length + 2).length.tolist() == [2, 2, 2]
+    assert cache.resize(64).replace(length=cache.length + 2).length.tolist() == [2, 2, 2]
 
 
 # What remains of the draft's own proposals

@@ -49,11 +49,11 @@ def test_a_ring_grows_to_its_size_and_no_further():
     cache = KVCache.zeros(1, 1, 1, 4, 2, jnp.float32, ring=10)
     assert cache.size == 4
     cache = cache.replace(k=(jnp.ones((1, 1, 4, 2)),))
-    assert cache.grow(8).size == 8
-    full = cache.grow(16)
+    assert cache.resize(8).size == 8
+    full = cache.resize(16)
     assert full.size == 10
     np.testing.assert_array_equal(full.k[0][0, 0, :, 0], [1] * 4 + [0] * 6)
-    assert full.grow(32) is full
+    assert full.resize(32) is full
     assert KVCache.zeros(1, 1, 1, 64, 2, jnp.float32, ring=10).size == 10
 
 

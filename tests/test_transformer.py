@@ -239,4 +239,4 @@ def test_a_block_has_the_same_bits_over_a_larger_cache(dtype, width):
     block = tokens[:, 200:]
     hidden = run(block, cache)[0]
     for size in (512, 1024):
-        np.testing.assert_array_equal(run(block, cache.grow(size))[0], hidden)
+        np.testing.assert_array_equal(run(block, cache.resize(size))[0], hidden)
