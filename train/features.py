@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt16
 from dflash_jax import array_typing as at
 from dflash_jax import command
 from dflash_jax.adapters import TargetModel
-from dflash_jax.cache import grow, write_rows
+from dflash_jax.cache import resize, write_rows
 from dflash_jax.checkpoint import keys
 from dflash_jax.decode import State, prefill
 from dflash_jax.models.transformer import Transformer
@@ -46,8 +46,8 @@ class Features(struct.PyTreeNode):
     values: UInt16[Array, "B S CD"]
     length: at.Rows
 
-    def grow(self, size: int) -> "Features":
-        return self.replace(values=grow(self.values, size, axis=1))
+    def resize(self, size: int) -> "Features":
+        return self.replace(values=resize(self.values, size, axis=1))
 
 
 @dataclasses.dataclass(frozen=True)
