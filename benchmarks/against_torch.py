@@ -79,7 +79,7 @@ def theirs(target: Any, draft: Any, prompt: list[int]) -> Run:
     return run
 
 
-def measure(name: str, own: Run, other: Run, repeats: int) -> dict[str, Any]:
+def measure(own: Run, other: Run, repeats: int) -> dict[str, Any]:
     import torch
 
     seconds: dict[str, list[float]] = {"ours": [], "torch, 1 thread": [], "torch, 2 threads": []}
@@ -96,11 +96,7 @@ def measure(name: str, own: Run, other: Run, repeats: int) -> dict[str, Any]:
         assert len({tuple(tokens[:shared]) for tokens in found.values()}) == 1, found
     medians = {way: statistics.median(values) for way, values in seconds.items()}
     best = min(value for way, value in medians.items() if way != "ours")
-    return {
-        "case": name,
-        "median_seconds_a_round": medians,
-        "ours_over_torch": medians["ours"] / best,
-    }
+    return {"median_seconds_a_round": medians, "ours_over_torch": medians["ours"] / best}
 
 
 def main() -> None:
@@ -120,13 +116,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_draft(Path(folder), draft.config, draft.params, dtype="float32")
         their_draft = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
-    results = []
+    results = {}
     for used in args.used:
         prompt = np.random.default_rng(used).integers(20, 20_000, used).tolist()
         for name, pair in (("DFlash", (draft, their_draft)), ("plain", (None, None))):
             own, other = ours(target, pair[0], prompt), theirs(their_target, pair[1], prompt)
-            results.append(measure(f"{name}, {used} used", own, other, args.repeats))
-            print(json.dumps(results[-1], indent=1), flush=True)
+            case = f"{name}, {used} used"
+            results[case] = measure(own, other, args.repeats)
+            print(json.dumps({case: results[case]}, indent=1), flush=True)
     versions = {"torch": torch.__version__, "dflash": "0.1.0"}
     print(timing.write("against_torch", {"versions": versions, "cases": results}))
 

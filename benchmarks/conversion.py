@@ -6,6 +6,7 @@ Makes a bfloat16 Qwen3 target of that size in a temporary folder, converts it to
 a process each, and prints the peak resident memory above the interpreter's start (before any import, so
 JAX's and Orbax's own share is counted) and the speed, beside that of a plain copy of the same files just
 before and after. The tensors must come back bit for bit. Needs three times the size on the disk.
+Writes `benchmarks/results/conversion.json`.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from benchmarks import timing
 from dflash_jax.checkpoint import hf, keys, stream
 from dflash_jax.checkpoint.files import tidy_termination, write_json
 from dflash_jax.config import TargetConfig
@@ -153,6 +155,7 @@ def main() -> int:
         files = list(hugging_face.glob("*.safetensors"))
         size = sum(file.stat().st_size for file in files)
         print(f"{size / 1e9:.2f} GB in {len(files)} shards")
+        found = []
         for title, body, source, destination in (
             ("Hugging Face -> Orbax", TO_ORBAX, hugging_face, ours),
             ("Orbax -> Hugging Face", TO_HF, ours, back),
@@ -161,6 +164,9 @@ def main() -> int:
             result = run(body, source, destination, shard_bytes)
             copies.append(copy_speed(hugging_face, folder / "copy"))
             copy, speed = sum(copies) / 2, size / result["seconds"]
+            found.append(
+                {"way": title, "peak_gigabytes": result["peak"] / 1e9, "over_copy": speed / copy}
+            )
             print(
                 f"{title}: peak {result['peak'] / 1e9:.2f} GB above the interpreter's start, "
                 f"{result['seconds']:.1f} s, {speed / 1e9:.2f} GB/s; "
@@ -169,6 +175,8 @@ def main() -> int:
             )
         same = same_tensors(hugging_face, back)
         print("every tensor came back bit for bit" if same else "error: tensors differ")
+    if same:
+        print(timing.write("conversion", {"gigabytes": size / 1e9, "ways": found}))
     return 0 if same else 1
 
 

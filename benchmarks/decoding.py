@@ -6,10 +6,10 @@ On the embedded target, with a draft of three layers of its shape and random wei
 depends on them, and what is accepted is dictated. All calls of a section alternate in one process; times are medians.
 Writes `benchmarks/results/decoding.json` and prints it.
 
-- parts: plain decoding, the target's forward over 4, 8 and 16 tokens, the draft's over a block, with the whole
-  vocabulary and 8,192 ids of it, and what reading the weights alone takes.
+- parts: a plain step, the target's forward over 4, 8 and 16 tokens, the draft's over a block, with the whole
+  vocabulary and 8,192 ids of it, and what reading the weights and attention alone take.
 - accepted: tokens/s over plain decoding's where all proposals are right (oracle) and where none is (hopeless).
-- flat: a round against the cache's capacity, the used length and the rows.
+- flat: a round against the tokens asked for, the used length and the rows.
 - calls: `stream` against `generate`.
 """
 
@@ -30,15 +30,20 @@ from dflash_jax import generate, stream
 from dflash_jax.adapters import bind
 from dflash_jax.cache import read_rows
 from dflash_jax.config import DraftConfig, RopeConfig
-from dflash_jax.decode import DraftFns, Models, State, decode, decode_round, prefill
+from dflash_jax.decode import DraftFns, Models, State, decode, prefill
+from dflash_jax.jobs import make_job
+from dflash_jax.ops.attention import attention
+from dflash_jax.ops.mask import causal_mask
+from dflash_jax.ops.product import product
 from dflash_jax.pair import Draft, Target, load_target
-from dflash_jax.sampling import Picker, Proposals, argmax
+from dflash_jax.sampling import Picker, Proposals, Sampling, argmax
 from dflash_jax.states import PREFILL_CHUNK, capacity, new_draft_cache, new_state
 from train.vocabulary import offsets
 from train.warm_start import random_params
 
 USED, BLOCK, REDUCED, LAYERS = 256, 8, 8192, 3
-ORACLE_TOKENS = 192
+LOOP = 16  # rounds, or forwards, a timed call
+ORACLE_TOKENS = 96
 
 
 def random_draft(target: Target, block_size: int, vocabulary: int | None = None) -> Draft:
@@ -87,15 +92,14 @@ def at_length(target: Target, draft: Draft | None, used: int, size: int, rows: i
     return jax.tree.map(jnp.copy, state)
 
 
-def rounds_from(models: Models, params: Any, state: State) -> Callable[[], Any]:
-    """Runs one round after the other, each from the same length: what it wrote is taken back."""
-    step = jax.jit(functools.partial(decode_round, models), donate_argnums=1)
+def looped(models: Models, params: Any, state: State) -> Callable[[], Any]:
+    """`LOOP` rounds in one call of `decode`, each call from the same length: what it wrote is taken back."""
     before = jax.tree.map(jnp.copy, (state.length, state.rounds, state.target.length))
     held = [state]
 
     def call() -> Any:
         length, rounds, cached = jax.tree.map(jnp.copy, before)
-        state = step(params, held[0])
+        state = decode(models, params, held[0], np.int32(LOOP))
         draft = state.draft
         if draft is not None:
             draft = draft.replace(length=cached + 0)
@@ -107,74 +111,103 @@ def rounds_from(models: Models, params: Any, state: State) -> Callable[[], Any]:
     return call
 
 
+def repeated(step: Callable[[Any, Any], Any], params: Any, carry: Any) -> Callable[[], Any]:
+    """`LOOP` times `carry = step(params, carry)` in one program: a program's own start would cost 1 to 5 ms."""
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def run(params: Any, carry: Any) -> Any:
+        return jax.lax.fori_loop(0, LOOP, lambda _, carry: step(params, carry), carry)
+
+    held = [jax.tree.map(jnp.copy, carry)]
+
+    def call() -> Any:
+        held[0] = run(params, held[0])
+        return jax.tree.leaves(held[0])[0]
+
+    return call
+
+
 def parts(target: Target, rounds: int) -> dict[str, Any]:
-    """Forwards over one token and over blocks, the draft's, and the weights' reading."""
+    """A plain step, forwards over blocks, the draft's, and what reading the weights and attention alone take."""
     size = capacity(USED + 32)
-    ways: dict[str, Callable[[], Any]] = {}
     models, params = bind(target, None)
-    ways["plain"] = rounds_from(models, params, at_length(target, None, USED, size))
+    ways = {"plain": looped(models, params, at_length(target, None, USED, size))}
     for width in (4, 8, 16):
         ways[f"verify({width})"] = _verify(target, models, params, width, size)
-    for name, vocabulary in (("draft", None), (f"draft, {REDUCED} ids", REDUCED)):
-        draft = random_draft(target, BLOCK, vocabulary)
-        ways[name] = _drafting(target, draft, size)
+    for block_size in (BLOCK, 2 * BLOCK):
+        for vocabulary in (None, REDUCED):
+            draft = random_draft(target, block_size, vocabulary)
+            name = f"draft({block_size})" + (f", {vocabulary} ids" if vocabulary else "")
+            ways[name] = _drafting(target, draft, size)
     head = target.params["embed_tokens"]["weight"]
-    column = jnp.ones((head.shape[1],), head.dtype)
-    ways["head alone"] = functools.partial(jax.jit(lambda w, x: w @ x), head, column)
-    seconds = timing.alternate(ways, rounds)
-    plain, read = seconds["plain"], seconds["head alone"]
+    ways["head"] = repeated(_mixed, head, jnp.ones((head.shape[1], 1, 1), head.dtype))
+    ways["attention"] = _attention(target, size)
+    seconds = {name: s / LOOP for name, s in timing.alternate(ways, rounds).items()}
+    plain, head_alone, attended = (seconds[k] for k in ("plain", "head", "attention"))
     weights = sum(x.size for x in jax.tree.leaves(target.params))
-    floor = read * weights / head.size
+    floor = head_alone * weights / head.size + attended
     return {
         "milliseconds": {name: 1e3 * value for name, value in seconds.items()},
         "over_plain": {name: value / plain for name, value in seconds.items() if name != "plain"},
-        "gigabytes_per_second": head.nbytes / read / 1e9,
-        "plain_over_reading_the_weights": plain / floor,
+        "gigabytes_per_second": head.nbytes / head_alone / 1e9,
+        "plain_over_weights_and_attention": plain / floor,
     }
+
+
+def _mixed(head: Any, x: Any) -> Any:
+    """A product with the head, and a next input that depends on all of it."""
+    y = product(head, x)
+    return (x + 1e-6 * y.reshape(len(x), -1, 1).mean(axis=1, keepdims=True)).astype(x.dtype)
+
+
+def _attention(target: Target, size: int) -> Callable[[], Any]:
+    """Every layer's attention of one query behind `USED` positions."""
+    c, cache = target.config, at_length(target, None, USED, size).target
+    mask = causal_mask(cache.length[:, None], size)
+
+    def step(cache: Any, q: Any) -> Any:
+        for k, v in zip(cache.k, cache.v):
+            q = attention(q, k, v, mask).reshape(q.shape)
+        return q
+
+    q = jnp.ones((c.num_attention_heads, c.head_dim, 1, 1), cache.k[0].dtype)
+    return repeated(step, cache, q)
 
 
 def _verify(
     target: Target, models: Models, params: Any, width: int, size: int
 ) -> Callable[[], Any]:
     """The target's forward and its head over `width` tokens, always at the same length."""
-    state = at_length(target, None, USED, size)
-    tokens = jnp.ones((1, width), jnp.int32)
 
-    def forward(params: Any, cache: Any) -> Any:
+    def step(params: Any, carry: Any) -> Any:
+        tokens, cache = carry
         hidden, _, cache = models.target.forward(params, tokens, cache)
         return argmax(models.target.logits(params, hidden)), cache
 
-    step, held = jax.jit(forward, donate_argnums=1), [state.target]
-
-    def call() -> Any:
-        found, held[0] = step(params, held[0])
-        return found
-
-    return call
+    cache = at_length(target, None, USED, size).target
+    return repeated(step, params, (jnp.ones((1, width), jnp.int32), cache))
 
 
 def _drafting(target: Target, draft: Draft, size: int) -> Callable[[], Any]:
-    """A draft's part of a round: the context's keys and values, the block, the head."""
-    models, params = bind(target, draft, BLOCK)
-    state, fns = at_length(target, draft, USED, size), models.draft
+    """A draft's part of a round: the block, the head, and the context's keys and values."""
+    models, params = bind(target, draft)
+    fns, block_size = models.draft, models.block_size
     assert fns is not None
+    state = at_length(target, draft, USED, size)
     anchor = jnp.full((1,), USED - 1, jnp.int32)
     width = len(draft.config.target_layer_ids) * target.config.hidden_size
-    context = jnp.ones((width, 1, BLOCK), draft.params["fc"]["weight"].dtype)
-    text = jnp.ones((1, size), jnp.int32)
+    context = jnp.ones((width, 1, block_size), draft.params["fc"]["weight"].dtype)
 
-    def forward(params: Any, cache: Any) -> Any:
+    def step(params: Any, carry: Any) -> Any:
+        text, context, cache = carry
         pick = Picker(state.sampling, anchor, "coupled")
-        drafted, cache = fns.propose(params, text, cache, BLOCK, pick)
-        return drafted.tokens, fns.extend(params, context, cache)
+        drafted, cache = fns.propose(params, text, cache, block_size, pick)
+        cache = fns.extend(params, context, cache)
+        said = drafted.tokens
+        text = jax.lax.dynamic_update_slice(text, said[:, :1], (0, USED - 1))
+        return text, context.at[0, 0, 1:].set(said[0].astype(context.dtype)), cache
 
-    step, held = jax.jit(forward, donate_argnums=1), [state.draft]
-
-    def call() -> Any:
-        found, held[0] = step(params, held[0])
-        return found
-
-    return call
+    return repeated(step, params, (jnp.ones((1, size), jnp.int32), context, state.draft))
 
 
 def accepted(target: Target, rounds: int) -> dict[str, Any]:
@@ -207,6 +240,15 @@ def accepted(target: Target, rounds: int) -> dict[str, Any]:
     }
 
 
+def share_of_ideal(parts: dict[str, Any], accepted: dict[str, Any], **_: Any) -> dict[int, float]:
+    """By block size: the oracle's tokens/s over those of rounds that are nothing but their parts."""
+    took, found = parts["milliseconds"], accepted["over_plain"]
+    return {
+        Q: found[f"oracle, block {Q}"] * (took[f"verify({Q})"] + took[f"draft({Q})"]) / (Q * took["plain"])
+        for Q in (BLOCK, 2 * BLOCK)
+    }  # fmt: skip
+
+
 def _whole(
     target: Target, draft: Draft | None, models: Models, params: Any, prompt: list[int], text: np.ndarray, count: int
 ) -> Callable[[], Any]:  # fmt: skip
@@ -226,24 +268,39 @@ def _whole(
 
 
 def flat(target: Target, rounds: int) -> dict[str, Any]:
-    """Milliseconds of a round against capacity, used length and rows."""
+    """Milliseconds of a round against the tokens asked for, the used length and the rows."""
     draft = random_draft(target, BLOCK)
     models, params = bind(target, draft)
 
-    def at(used: int, size: int, rows: int = 1) -> Callable[[], Any]:
-        return rounds_from(models, params, at_length(target, draft, used, size, rows))
+    def asked(count: int) -> Callable[[], Any]:
+        """The first rounds of a call for `count` tokens, in the bucket that it starts in."""
+        options: Any = dict(stop_token_ids=(), sampling=Sampling(), key=None)
+        job = make_job(target, draft, [[1] * (USED - 1)], count, **options)
+        return looped(models, params, jax.tree.map(jnp.copy, job.start([0])))
 
-    sizes, lengths = (512, 1024, 2048, 4096, 8192), (256, 1024, 2048, 4096, 8000)
-    by_capacity = timing.alternate({str(s): at(USED, s) for s in sizes}, rounds)
-    by_length = timing.alternate({str(n): at(n, 8192) for n in lengths}, rounds)
-    by_rows = timing.alternate({str(b): at(USED, 512, b) for b in (1, 2, 4, 8)}, rounds)
-    first = by_capacity["512"]
+    def used(length: int, rows: int = 1) -> Callable[[], Any]:
+        size = capacity(length + (LOOP + 1) * BLOCK)
+        return looped(models, params, at_length(target, draft, length, size, rows))
+
+    counts, lengths, rows = (256, 768, 1792, 3840, 7936), (100, 360, 872, 1896, 3944), (1, 2, 4, 8)
+    found = timing.alternate(
+        {f"asked {n}": asked(n) for n in counts}
+        | {f"used {n}": used(n) for n in lengths}
+        | {f"rows {n}": used(USED, n) for n in rows},
+        rounds,
+    )
+    ms = {name: 1e3 * value / LOOP for name, value in found.items()}
+    by = {kind: {int(k.split()[1]): v for k, v in ms.items() if k.startswith(kind)} for kind in ("asked", "used", "rows")}  # fmt: skip
+    x, y = np.array(list(by["used"].items())).T
+    slots = np.array([capacity(int(n) + (LOOP + 1) * BLOCK) for n in x])
+    slope, base = np.polyfit(slots, y, 1)
     return {
-        "milliseconds_by_capacity": {k: 1e3 * v for k, v in by_capacity.items()},
-        "worst_capacity_over_512": max(by_capacity.values()) / first,
-        "milliseconds_by_used_length": {k: 1e3 * v for k, v in by_length.items()},
-        "milliseconds_by_rows": {k: 1e3 * v for k, v in by_rows.items()},
-    }
+        "milliseconds_by_tokens_asked": by["asked"],
+        "slowest_over_fastest": max(by["asked"].values()) / min(by["asked"].values()),
+        "milliseconds_by_used_length": by["used"],
+        "affine_fit": {"base": base, "per_1024_slots": 1024 * slope, "largest_residual": float(np.abs(slots * slope + base - y).max())},
+        "milliseconds_by_rows": by["rows"],
+    }  # fmt: skip
 
 
 def calls(target: Target, rounds: int) -> dict[str, Any]:
@@ -277,6 +334,8 @@ def main() -> None:
     args = parser.parse_args()
     target = load_target(dtype=args.dtype)
     result = {name: SECTIONS[name](target, args.rounds) for name in args.only}
+    if {"parts", "accepted"} <= result.keys():
+        result["accepted"]["share_of_ideal"] = share_of_ideal(**result)
     print(json.dumps(result, indent=1))
     if args.only == list(SECTIONS):
         print(timing.write("decoding", result))

@@ -17,14 +17,14 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def alternate(ways: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each way, called in turn; two first rounds, which compile, are not counted.
+    """Median seconds of each way, called in turn; a first round, which compiles, is not counted.
 
     Args:
         ways: Each call's results are waited for.
         rounds: Counted calls of each.
     """
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for n in range(-2, rounds):
+    for n in range(-1, rounds):
         for name, way in ways.items():
             start = time.perf_counter()
             jax.block_until_ready(way())

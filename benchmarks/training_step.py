@@ -1,6 +1,6 @@
 """Time of one training step, beside the PyTorch trainers that are installed.
 
-    python -m benchmarks.training_step [--rounds 9] [--json FILE]
+    python -m benchmarks.training_step [--rounds 9]
 
 Every trainer takes the same step from the same weights: draft forward over the same anchors of one
 sequence, loss over the whole vocabulary, gradients, clipping, AdamW, in float32; their first losses
@@ -9,7 +9,7 @@ first two steps are not counted. Random weights: nothing in a step's cost depend
 
 Peers: speculators 0.9.0 (eager attention; cross-entropy on the target's argmax, logits of the target
 included) and SpecForge 0.2.0 (sdpa attention; cross-entropy on the data). `pip install --no-deps` them
-beside torch, transformers and what they import.
+beside torch, transformers and what they import. Writes `benchmarks/results/training_step.json`.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks import timing
 from dflash_jax.checkpoint import keys
 from dflash_jax.checkpoint.export import save_draft, save_target
 from dflash_jax.config import DraftConfig, RopeConfig, TargetConfig
@@ -220,7 +221,7 @@ def measure(case: dict[str, Any], peer: str, folder: Path, rounds: int) -> dict[
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     best = min(v for k, v in medians.items() if k != "ours")
     return {
-        "peer": peer, "loss": first, "median_seconds": medians, "ratio": best / medians["ours"],
+        "loss": first, "median_seconds": medians, "ratio": best / medians["ours"],
         "ratio_of_best": min(min(v) for k, v in seconds.items() if k != "ours") / min(seconds["ours"]),
     }  # fmt: skip
 
@@ -228,18 +229,17 @@ def measure(case: dict[str, Any], peer: str, folder: Path, rounds: int) -> dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    case, results = make_case(), []
+    case, results = make_case(), {}
     for peer in PEERS:
         if importlib.util.find_spec(peer) is None:
             print(f"{peer} is not installed")
             continue
         with tempfile.TemporaryDirectory() as folder:
-            results.append(measure(case, peer, Path(folder), args.rounds))
-        print(json.dumps(results[-1], indent=1))
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+            results[peer] = measure(case, peer, Path(folder), args.rounds)
+        print(json.dumps({peer: results[peer]}, indent=1))
+    if results:
+        print(timing.write("training_step", {"peers": results}))
 
 
 if __name__ == "__main__":
