@@ -16,7 +16,6 @@ Writes `benchmarks/results/decoding.json` and prints it.
 
 import argparse
 import dataclasses
-import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
-from dflash_jax import generate, stream
+from dflash_jax import bench, generate, stream
 from dflash_jax.adapters import bind
 from dflash_jax.cache import read_rows
 from dflash_jax.config import DraftConfig, RopeConfig
@@ -35,13 +34,12 @@ from dflash_jax.decode import DraftFns, Models, State, decode, prefill
 from dflash_jax.jobs import make_job
 from dflash_jax.ops.product import product
 from dflash_jax.pair import Draft, Target, load_target
-from dflash_jax.sampling import Picker, Proposals, Sampling, argmax
+from dflash_jax.sampling import Picker, Proposals, Sampling
 from dflash_jax.states import PREFILL_CHUNK, capacity, new_draft_cache, new_state
 from train.vocabulary import offsets
 from train.warm_start import random_params
 
 USED, BLOCK, REDUCED, LAYERS = 256, 8, 8192, 3
-LOOP = 16  # rounds, or forwards, a timed call
 ORACLE_TOKENS = 96
 
 
@@ -91,63 +89,31 @@ def at_length(target: Target, draft: Draft | None, used: int, size: int, rows: i
     return jax.tree.map(jnp.copy, state)
 
 
-def looped(models: Models, params: Any, state: State) -> Callable[[], Any]:
-    """`LOOP` rounds in one call of `decode`, each call from the same length: what it wrote is taken back."""
-    before = jax.tree.map(jnp.copy, (state.length, state.rounds, state.target.length))
-    held = [state]
-
-    def call() -> Any:
-        length, rounds, cached = jax.tree.map(jnp.copy, before)
-        state = decode(models, params, held[0], np.int32(LOOP))
-        draft = state.draft
-        if draft is not None:
-            draft = draft.replace(length=cached + 0)
-        held[0] = state.replace(
-            length=length, rounds=rounds, target=state.target.replace(length=cached), draft=draft
-        )
-        return state.tokens[:, :1]
-
-    return call
-
-
-def repeated(step: Callable[[Any, Any], Any], params: Any, carry: Any) -> Callable[[], Any]:
-    """`LOOP` times `carry = step(params, carry)` in one program: a program's own start would cost 1 to 5 ms."""
-
-    @functools.partial(jax.jit, donate_argnums=1)
-    def run(params: Any, carry: Any) -> Any:
-        return jax.lax.fori_loop(0, LOOP, lambda _, carry: step(params, carry), carry)
-
-    held = [jax.tree.map(jnp.copy, carry)]
-
-    def call() -> Any:
-        held[0] = run(params, held[0])
-        return jax.tree.leaves(held[0])[0]
-
-    return call
-
-
 def parts(target: Target, rounds: int) -> dict[str, Any]:
     """A plain step, forwards over blocks, the draft's, and what weights and attention take of a step."""
     size = capacity(USED + 32)
     models, params = bind(target, None)
-    ways = {"plain": looped(models, params, at_length(target, None, USED, size))}
-    ways["plain, half the slots"] = looped(
+    ways = {"plain": bench.rounds(models, params, at_length(target, None, USED, size))}
+    ways["plain, half the slots"] = bench.rounds(
         models, params, at_length(target, None, size // 4, size // 2)
     )
     for width in (4, 8, 16):
-        ways[f"verify({width})"] = _verify(target, models, params, width, size)
+        wide = dataclasses.replace(models, block_size=width)
+        step = bench.verifying(wide, at_length(target, None, USED, size))
+        ways[f"verify({width})"] = bench.repeated(step, params)
     for block_size in (BLOCK, 2 * BLOCK):
         for vocabulary in (None, REDUCED):
             draft = random_draft(target, block_size, vocabulary)
             name = f"draft({block_size})" + (f", {vocabulary} ids" if vocabulary else "")
-            ways[name] = _drafting(target, draft, size)
+            drafted, both = bind(target, draft)
+            step = bench.drafting(drafted, both, at_length(target, draft, USED, size))
+            ways[name] = bench.repeated(step, both)
     head = target.params["embed_tokens"]["weight"]
-    ways["head"] = repeated(_mixed, head, jnp.ones((head.shape[1], 1, 1), head.dtype))
-    seconds = {name: s / LOOP for name, s in timing.alternate(ways, rounds).items()}
+    ways["head"] = bench.repeated((_mixed, jnp.ones((head.shape[1], 1, 1), head.dtype)), head)
+    seconds = {name: s / bench.LOOP for name, s in timing.alternate(ways, rounds).items()}
     plain, head_alone = seconds["plain"], seconds["head"]
-    attended = 2 * (
-        plain - seconds["plain, half the slots"]
-    )  # a step's time is affine in the slots
+    # A step's time is affine in the slots.
+    attended = 2 * (plain - seconds["plain, half the slots"])
     weights = sum(x.size for x in jax.tree.leaves(target.params))
     floor = head_alone * weights / head.size + attended
     return {
@@ -162,42 +128,6 @@ def parts(target: Target, rounds: int) -> dict[str, Any]:
 def _mixed(head: Any, x: Any) -> Any:
     """A product with the head, and a next input that depends on all of it."""
     return (x + 1e-6 * product(head, x).mean()).astype(x.dtype)
-
-
-def _verify(
-    target: Target, models: Models, params: Any, width: int, size: int
-) -> Callable[[], Any]:
-    """The target's forward and its head over `width` tokens, always at the same length."""
-
-    def step(params: Any, carry: Any) -> Any:
-        tokens, cache = carry
-        hidden, _, cache = models.target.forward(params, tokens, cache)
-        return argmax(models.target.logits(params, hidden)), cache
-
-    cache = at_length(target, None, USED, size).target
-    return repeated(step, params, (jnp.ones((1, width), jnp.int32), cache))
-
-
-def _drafting(target: Target, draft: Draft, size: int) -> Callable[[], Any]:
-    """A draft's part of a round: the block, the head, and the context's keys and values."""
-    models, params = bind(target, draft)
-    fns, block_size = models.draft, models.block_size
-    assert fns is not None
-    state = at_length(target, draft, USED, size)
-    anchor = jnp.full((1,), USED - 1, jnp.int32)
-    width = len(draft.config.target_layer_ids) * target.config.hidden_size
-    context = jnp.ones((width, 1, block_size), draft.params["fc"]["weight"].dtype)
-
-    def step(params: Any, carry: Any) -> Any:
-        text, context, cache = carry
-        pick = Picker(state.sampling, anchor, "coupled")
-        drafted, cache = fns.propose(params, text, cache, block_size, pick)
-        cache = fns.extend(params, context, cache)
-        said = drafted.tokens
-        text = jax.lax.dynamic_update_slice(text, said[:, :1], (0, USED - 1))
-        return text, context.at[0, 0, 1:].set(said[0].astype(context.dtype)), cache
-
-    return repeated(step, params, (jnp.ones((1, size), jnp.int32), context, state.draft))
 
 
 def accepted(target: Target, rounds: int) -> dict[str, Any]:
@@ -266,11 +196,11 @@ def flat(target: Target, rounds: int) -> dict[str, Any]:
         """The first rounds of a call for `count` tokens, in the bucket that it starts in."""
         options: Any = dict(stop_token_ids=(), sampling=Sampling(), key=None)
         job = make_job(target, draft, [[1] * (USED - 1)], count, **options)
-        return looped(models, params, jax.tree.map(jnp.copy, job.start([0])))
+        return bench.rounds(models, params, jax.tree.map(jnp.copy, job.start([0])))
 
     def used(length: int, rows: int = 1) -> Callable[[], Any]:
-        size = capacity(length + (LOOP + 1) * BLOCK)
-        return looped(models, params, at_length(target, draft, length, size, rows))
+        size = capacity(length + (bench.LOOP + 1) * BLOCK)
+        return bench.rounds(models, params, at_length(target, draft, length, size, rows))
 
     counts, lengths, rows = (256, 768, 1792, 3840, 7936), (100, 360, 872, 1896, 3944), (1, 2, 4, 8)
     found = timing.alternate(
@@ -279,10 +209,10 @@ def flat(target: Target, rounds: int) -> dict[str, Any]:
         | {f"rows {n}": used(USED, n) for n in rows},
         rounds,
     )
-    ms = {name: 1e3 * value / LOOP for name, value in found.items()}
+    ms = {name: 1e3 * value / bench.LOOP for name, value in found.items()}
     by = {kind: {int(k.split()[1]): v for k, v in ms.items() if k.startswith(kind)} for kind in ("asked", "used", "rows")}  # fmt: skip
     x, y = np.array(list(by["used"].items())).T
-    slots = np.array([capacity(int(n) + (LOOP + 1) * BLOCK) for n in x])
+    slots = np.array([capacity(int(n) + (bench.LOOP + 1) * BLOCK) for n in x])
     slope, base = np.polyfit(slots, y, 1)
     return {
         "milliseconds_by_tokens_asked": by["asked"],
