@@ -97,7 +97,7 @@ class DraftModel:
         if c.own_head:
             logits = apply(self.module, params["draft"], hidden, method="logits")
         else:
-            dtype = params["target"]["embed_tokens"]["weight"].dtype
+            dtype = params["target"]["norm"]["weight"].dtype  # a head may be of integers
             logits = self.target.logits(params, hidden.astype(dtype))
         return shape_logits(logits, c.output_multiplier, c.final_logit_softcapping)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from dflash_jax import array_typing as at
-from dflash_jax.checkpoint import gguf, hf, keys, orbax
+from dflash_jax.checkpoint import gguf, hf, keys, orbax, quantization
 from dflash_jax.checkpoint.files import pad_id, understand
 from dflash_jax.checkpoint.wrappers import read_target_tensors
 from dflash_jax.config import (
@@ -36,7 +36,8 @@ class Target:
 
     Attributes:
         config: Its shape.
-        params: Parameters of `models.transformer.Transformer`.
+        params: Parameters of `models.transformer.Transformer`; a quantised matrix is a node's `weight` of
+            int8 `[out, in]` and its `scale` `[out]`.
         stop_token_ids: Ids that end a text, of its generation config.
         source: The folder or file it was read from.
         pad_token_id: Its padding id, if the config gives one.
@@ -47,6 +48,11 @@ class Target:
     stop_token_ids: tuple[int, ...]
     source: Path
     pad_token_id: int | None = None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of activations and caches, whatever the matrices are held in."""
+        return self.params["norm"]["weight"].dtype
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,6 +74,7 @@ def load_target(
     ref: str | Path | None = None,
     dtype: DTypeLike | None = None,
     sharding: keys.Placement = None,
+    quantize: str | None = None,
 ) -> Target:
     """Loads a target.
 
@@ -77,12 +84,17 @@ def load_target(
         dtype: float32 or bfloat16; by default float32 on the CPU and bfloat16 elsewhere.
         sharding: Of all parameters, or of each by its path and shape, as `sharding.placement` gives
             it; None is the first device.
+        quantize: "int8" holds the matrices of a dense target as integers with a scale a row, a quarter of
+            float32's memory; the target is then another one, for which decoding is lossless. Matrices
+            are quantised one by one as they are read; `dtype` is that of the rest.
 
     Raises:
-        ValueError: If it cannot be found, read or understood.
+        ValueError: If it cannot be found, read, understood or quantised.
     """
     dtype = check_dtype(dtype)
-    return read_target(embedded_target() if ref is None else hf.resolve(ref), dtype, sharding)
+    quantization.check(quantize)
+    path = embedded_target() if ref is None else hf.resolve(ref)
+    return read_target(path, dtype, sharding, quantize)
 
 
 def load_draft(
@@ -204,7 +216,10 @@ def _warn_of_unscaled_positions(target: TargetConfig, draft: DraftConfig) -> Non
 
 
 def read_target(
-    path: Path, dtype: DTypeLike | None = None, sharding: keys.Placement = None
+    path: Path,
+    dtype: DTypeLike | None = None,
+    sharding: keys.Placement = None,
+    quantize: str | None = None,
 ) -> Target:
     """Reads a target; see `load_target`.
 
@@ -212,8 +227,13 @@ def read_target(
         path: A folder or a GGUF file.
         dtype: None keeps each tensor's own (float32 for GGUF).
     """
-    header, leaves = open_target(path, dtype, sharding)
-    params = keys.build(leaves, keys.expected_shapes(header.config), sharding)
+    # Matrices are quantised from what is stored, not from what `dtype` makes of it.
+    header, leaves = open_target(path, None if quantize else dtype, sharding)
+    order = shapes = keys.expected_shapes(header.config)
+    if quantize is not None:
+        quantization.check(quantize, header.config)
+        leaves, order = quantization.stream(leaves, dtype, sharding), quantization.paths(shapes)
+    params = keys.build(leaves, order, sharding)
     return Target(header.config, params, header.stop_token_ids, path, header.pad_token_id)
 
 

@@ -48,9 +48,9 @@ class Rules:
 # one sums over them; a router is on every device, its experts are not.
 _TENSOR = (
     (r"\bexperts/", ("model",)),
-    (r"\b(q|k|v|gate|up)_proj/(weight|bias)$", ("model",)),
+    (r"\b(q|k|v|gate|up)_proj/(weight|bias|scale)$", ("model",)),
     (r"\b(o|down)_proj/weight$", (None, "model")),
-    (r"\b(embed_tokens|lm_head)/weight$", ("model",)),
+    (r"\b(embed_tokens|lm_head)/(weight|scale)$", ("model",)),
     (r"_codebook$", ("model",)),
     (r"^fc/weight$|/fc/weight$", ("model",)),
 )

@@ -81,8 +81,9 @@ def new_state(
     for row, prompt in zip(tokens, prompts):
         row[: len(prompt)] = prompt
     length = np.array([len(p) for p in prompts], np.int32)
-    dtype = jax.tree.leaves(target.params)[0].dtype
-    cache = KVCache.zeros(c.num_hidden_layers, B, c.num_key_value_heads, size, c.head_dim, dtype)
+    cache = KVCache.zeros(
+        c.num_hidden_layers, B, c.num_key_value_heads, size, c.head_dim, target.dtype
+    )
     # Donated, so no two arrays may share a buffer: `array` copies, where `asarray` may not.
     return State(
         tokens=jnp.array(tokens),

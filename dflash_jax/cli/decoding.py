@@ -36,7 +36,7 @@ def load(args: argparse.Namespace) -> tuple[Target, Any, Any]:
                 f"--target-layer-ids {ids!r} is neither ids with commas nor default"
             ) from None
     with command.working(f"loading the target {args.target or ''}"):
-        target = load_target(args.target, dtype=args.dtype)
+        target = load_target(args.target, dtype=args.dtype, quantize=args.quantize)
     draft = {"none": None, "lookup": "lookup"}.get(args.draft, "")
     if draft == "":
         with command.working(f"loading the draft {args.draft or ''}"):

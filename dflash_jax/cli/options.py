@@ -4,6 +4,7 @@ import argparse
 
 from dflash_jax.command import examples
 
+QUANTIZE = ("int8",)  # of `checkpoint.quantization`, which imports jax
 VERIFY = ("coupled", "rejection", "rejection_argmax")  # of `sampling`, which imports jax
 SHELLS = ("bash", "zsh", "fish")
 EXAMPLES = {
@@ -158,6 +159,11 @@ def _pair(max_new_tokens: int) -> argparse.ArgumentParser:
         "--dtype",
         choices=("float32", "bfloat16"),
         help="default: float32 on the CPU, else bfloat16",
+    )
+    pair.add_argument(
+        "--quantize",
+        choices=QUANTIZE,
+        help="hold the target's matrices as integers of 8 bits; its answers are then the quantised target's",
     )
     pair.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy"

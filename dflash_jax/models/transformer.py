@@ -3,11 +3,12 @@
 Parameters are one nested dict under Hugging Face's names and shapes:
 `params["layers_0"]["self_attn"]["q_proj"]["weight"]` is `[out, in]`, as in the checkpoint.
 Activations are feature-major, `[D, B, T]`; modules compute in the dtype of the parameters given.
+A quantised matrix has integers as its `weight` and a `scale` `[out]` beside it, in that dtype.
 """
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from dflash_jax import array_typing as at
 from dflash_jax.cache import KVCache, write_keys_values
@@ -16,8 +17,19 @@ from dflash_jax.models.moe import SparseMLP
 from dflash_jax.ops.attention import attention
 from dflash_jax.ops.mask import causal_mask
 from dflash_jax.ops.norm import rms_norm
-from dflash_jax.ops.product import product
+from dflash_jax.ops.product import product, quantized_product
 from dflash_jax.ops.rope import apply_rotary_pos_emb, rope_table
+
+
+def _scale(module: nn.Module) -> Float[Array, " F"] | None:
+    """The scale of a module's matrix, if that is quantised."""
+    return module.get_variable("params", "scale")
+
+
+def _times(
+    weight: Shaped[Array, "F D"], scale: Float[Array, " F"] | None, x: at.Hidden
+) -> Float[Array, "F B T"]:
+    return product(weight, x) if scale is None else quantized_product(weight, scale, x)
 
 
 class Linear(nn.Module):
@@ -31,7 +43,7 @@ class Linear(nn.Module):
     def __call__(self, x):
         init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=1, out_axis=0)
         weight = self.param("weight", init, (self.out_features, self.in_features))
-        y = product(weight, x).astype(x.dtype)
+        y = _times(weight, _scale(self), x).astype(x.dtype)
         if self.use_bias:
             y = y + self.param("bias", nn.initializers.zeros, (self.out_features,))[:, None, None]
         return y
@@ -131,12 +143,17 @@ class Embedding(nn.Module):
         self.weight = self.param(
             "weight", nn.initializers.normal(0.02), (self.vocab_size, self.features)
         )
+        self.scale = _scale(self)
 
     def __call__(self, tokens: at.Tokens) -> at.Hidden:
-        return self.weight[tokens].transpose(2, 0, 1)
+        rows = self.weight[tokens]
+        if self.scale is not None:
+            scale = self.scale[tokens][:, :, None]
+            rows = (rows.astype(jnp.float32) * scale.astype(jnp.float32)).astype(scale.dtype)
+        return rows.transpose(2, 0, 1)
 
     def logits(self, hidden: at.Hidden) -> at.Logits:
-        return product(self.weight, hidden)
+        return _times(self.weight, self.scale, hidden)
 
 
 class Transformer(nn.Module):
