@@ -19,7 +19,7 @@ ALLOWED = {
     "sampling": {"array_typing"},
     "decode": {"array_typing", "cache", "acceptance", "sampling"},
     "checkpoint": {"array_typing", "config", "cache", "models", "checkpoint"},
-    "pair": {"array_typing", "config", "checkpoint"},
+    "pair": {"array_typing", "config", "checkpoint", "sharding"},
     "lookup": {"array_typing", "cache", "sampling"},
     "adapters": {"array_typing", "config", "cache", "decode", "lookup", "sampling", "models", "pair"},
     "states": {"cache", "decode", "lookup", "models", "pair", "sampling", "sharding"},
