@@ -3,6 +3,7 @@
 python tests/meshes.py steps OUT AXES
 python tests/meshes.py run STORE RECIPE.toml [key=value ...]
 python tests/meshes.py decode OUT AXES
+python tests/meshes.py collectives OUT AXES NUMBER ...
 python tests/meshes.py load OUT AXES FOLDER ...
 
 AXES are a mesh's, as JSON.
@@ -101,7 +102,7 @@ def steps(mesh) -> dict:
 
 
 def decode(mesh) -> dict:
-    """Texts of eight prompts, greedy and sampled, and the axes of the keys behind them."""
+    """Texts of eight prompts, greedy and sampled, and into how many parts the keys behind them are divided."""
     from fakes import prompts_of, random_draft, random_target
 
     from dflash_jax import Sampling, generate
@@ -117,7 +118,15 @@ def decode(mesh) -> dict:
             target, draft, prompts, max_new_tokens=24, key=jax.random.key(3), keep_state=True,
             sampling=[Sampling(temperature=t, top_k=20) for t in (0.0, 0.8) * 4],
         )  # fmt: skip
-        return {"tokens": out.tokens, "cache": list(out.state.target.k[0].sharding.spec)}
+        parts = {str(shard.index) for shard in out.state.target.k[0].addressable_shards}
+        return {"tokens": out.tokens, "parts": len(parts)}
+
+
+def collectives(mesh, *shape: str) -> dict:
+    """`benchmarks.collectives` of a pair of this shape with two layers each."""
+    from benchmarks.collectives import pair, report
+
+    return report(*pair(tuple(map(int, shape)), 2), dict(mesh.shape))
 
 
 def load(mesh, *folders: str) -> dict:

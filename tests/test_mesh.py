@@ -109,12 +109,42 @@ def test_a_step_has_the_collectives_that_it_needs(on_eight):
     assert count["collective-permute"] <= 2
 
 
+# Decoding.
+
+
 @pytest.mark.slow
-def test_texts_decoded_on_eight_devices_are_those_of_one(tmp_path):
-    finish(process("decode", tmp_path / "out.json", json.dumps(AXES), devices=8))
+@pytest.mark.parametrize(
+    ("axes", "parts"),
+    [(AXES, 8), ({"data": 8}, 8), ({"model": 8}, 1)],
+    ids=["both", "data", "model"],
+)
+def test_texts_decoded_on_eight_devices_are_those_of_one(tmp_path, axes, parts):
+    """Eight devices do not divide the two key heads, so each has them all."""
+    finish(process("decode", tmp_path / "out.json", json.dumps(axes), devices=8))
     eight = json.loads((tmp_path / "out.json").read_text())
     assert eight["tokens"] == decode(make_mesh(devices=jax.devices()[:1]))["tokens"]
-    assert eight["cache"] == [["data", "fsdp"], "model"]
+    assert eight["parts"] == parts
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "sums"),
+    [
+        ({"data": 2, "model": 4}, (32, 48, 8, 4, 8, 152), [2, 2]),
+        pytest.param({"model": 8}, (32, 48, 6, 3, 8, 152), [2], marks=pytest.mark.slow),
+        pytest.param({"data": 8}, (32, 48, 6, 3, 8, 152), [], marks=pytest.mark.slow),
+    ],
+    ids=["both", "model", "data"],
+)
+def test_a_round_has_the_collectives_that_its_layout_calls_for(tmp_path, axes, shape, sums):
+    """Eight devices do not divide six heads, nor the chunks of 8 in which one device looks through 152 logits."""
+    finish(process("collectives", tmp_path / "out.json", json.dumps(axes), *shape, devices=8))
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["unexplained"] == []
+    assert found["round"]
+    for row in found["round"]:
+        assert row["found"] == row["predicted"], row
+    layers = [row["found"] for row in found["round"] if row["part"] == "target's layers"]
+    assert layers == sums
 
 
 # Loading.
