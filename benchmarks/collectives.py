@@ -106,8 +106,10 @@ def program(target: TargetConfig, draft: DraftConfig, mesh: Mesh) -> str:
         state = new_state(a, [[1]] * ROWS, [8] * ROWS, (), SLOTS)
         state = state.replace(draft=new_draft_cache(b, ROWS, SLOTS))
         lowered = decode.lower(models, weights, state, np.int32(1), np.int32(1))
-    # The machine code, which is not looked at, need not be good.
-    return lowered.compile({"xla_backend_optimization_level": 0}).as_text()
+    options: Any = {
+        "xla_backend_optimization_level": 0
+    }  # of the machine code, which is not looked at
+    return lowered.compile(options).as_text() or ""
 
 
 def collectives(text: str) -> Iterator[Collective]:
