@@ -16,6 +16,7 @@ from dflash_jax.models.draft import DFlashDraftModel, first_slot
 from dflash_jax.models.transformer import Transformer
 from dflash_jax.pair import Draft, Target
 from dflash_jax.sampling import Picker, Proposals, Verify
+from dflash_jax.sharding import keep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,8 @@ class TargetModel:
     def forward(
         self, params: Any, tokens: at.Tokens, cache: KVCache
     ) -> tuple[at.Hidden, at.Context, KVCache]:
-        return apply(self.module, params["target"], tokens, cache)
+        hidden, context, cache = apply(self.module, params["target"], tokens, cache)
+        return hidden, context, keep(cache)
 
     def logits(self, params: Any, hidden: at.Hidden) -> at.Logits:
         return apply(self.module, params["target"], hidden, method="logits")
@@ -48,7 +50,7 @@ class DraftModel:
 
     def extend(self, params: Any, context: at.Context, cache: KVCache) -> KVCache:
         context = context.astype(params["draft"]["fc"]["weight"].dtype)
-        return apply(self.module, params["draft"], context, cache, method="extend")
+        return keep(apply(self.module, params["draft"], context, cache, method="extend"))
 
     def propose(
         self, params: Any, text: at.Tokens, cache: KVCache, block_size: int, pick: Picker

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from dflash_jax import array_typing as at
-from dflash_jax.checkpoint import gguf, hf, keys, orbax, quantization
+from dflash_jax.checkpoint import gguf, hf, keys, mapped, orbax, quantization
 from dflash_jax.checkpoint.files import pad_id, understand
 from dflash_jax.checkpoint.wrappers import read_target_tensors
 from dflash_jax.config import (
@@ -24,10 +25,12 @@ from dflash_jax.config import (
     mismatches,
 )
 from dflash_jax.config.wrappers import text_config
+from dflash_jax.sharding import TARGET, placement
 
 EMBEDDED_DRAFT = Path(__file__).parent / "data" / "smollm2-draft"
 Leaves = Iterator[tuple[str, Any]]  # (path, array)
 TargetLayerIds = Sequence[int] | Literal["default"] | None
+Sharding = keys.Placement | Mesh
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,7 +76,7 @@ class Draft:
 def load_target(
     ref: str | Path | None = None,
     dtype: DTypeLike | None = None,
-    sharding: keys.Placement = None,
+    sharding: Sharding = None,
     quantize: str | None = None,
 ) -> Target:
     """Loads a target.
@@ -82,8 +85,9 @@ def load_target(
         ref: A hub id (`Qwen/Qwen3-4B`), a Hugging Face folder, an Orbax folder of ours, or a GGUF
             file; None is the embedded SmolLM2-135M-Instruct.
         dtype: float32 or bfloat16; by default float32 on the CPU and bfloat16 elsewhere.
-        sharding: Of all parameters, or of each by its path and shape, as `sharding.placement` gives
-            it; None is the first device.
+        sharding: A mesh, on which the parameters lie as `sharding.TARGET` says; or the sharding of all
+            of them, or of each by its path and shape. Of safetensors and Orbax folders each process
+            then reads the parts that its devices hold. None is the first device.
         quantize: "int8" holds the matrices of a dense target as integers with a scale a row, a quarter of
             float32's memory; the target is then another one, for which decoding is lossless. Matrices
             are quantised one by one as they are read; `dtype` is that of the rest.
@@ -106,8 +110,9 @@ def load_draft(
     sample_from_anchor: bool | None = None,
     rope: RopeConfig | None = None,
     dtype: DTypeLike | None = None,
+    sharding: Sharding = None,
 ) -> Draft:
-    """Loads a draft onto the first device, if it belongs to the target.
+    """Loads a draft, if it belongs to the target.
 
     Args:
         ref: A hub id, a Hugging Face folder, or an Orbax folder of ours; None is the embedded draft
@@ -120,6 +125,7 @@ def load_draft(
             was trained: `rope=target.config.rope`. Its positions then end where the target's do.
         dtype: float32 or bfloat16; by default float32 on the CPU and bfloat16 elsewhere, whatever
             the target's.
+        sharding: As for `load_target`; where that is a mesh, the same one.
 
     Raises:
         ValueError: If it cannot be found, read or understood, or is another target's.
@@ -137,7 +143,7 @@ def load_draft(
         config = dataclasses.replace(config, rope=rope, max_position_embeddings=positions)
     check_pair(target.config, target.stop_token_ids, config, target.pad_token_id)
     _warn_of_unscaled_positions(target.config, config)
-    return read_draft(path, config, dtype)
+    return read_draft(path, config, dtype, sharding)
 
 
 def load_tokenizer(target: Target):
@@ -218,7 +224,7 @@ def _warn_of_unscaled_positions(target: TargetConfig, draft: DraftConfig) -> Non
 def read_target(
     path: Path,
     dtype: DTypeLike | None = None,
-    sharding: keys.Placement = None,
+    sharding: Sharding = None,
     quantize: str | None = None,
 ) -> Target:
     """Reads a target; see `load_target`.
@@ -229,24 +235,30 @@ def read_target(
     """
     # Matrices are quantised from what is stored, not from what `dtype` makes of it.
     header, leaves = open_target(path, None if quantize else dtype, sharding)
+    place = _placement(sharding, header.config)
     order = shapes = keys.expected_shapes(header.config)
     if quantize is not None:
         quantization.check(quantize, header.config)
-        leaves, order = quantization.stream(leaves, dtype, sharding), quantization.paths(shapes)
-    params = keys.build(leaves, order, sharding)
+        leaves, order = quantization.stream(leaves, dtype, place), quantization.paths(shapes)
+    params = keys.build(leaves, order, place)
     return Target(header.config, params, header.stop_token_ids, path, header.pad_token_id)
 
 
+def _placement(sharding: Sharding, config: TargetConfig | DraftConfig) -> keys.Placement:
+    """Where the leaves of a model of this config go."""
+    return placement(sharding, TARGET.of(config)) if isinstance(sharding, Mesh) else sharding
+
+
 def open_target(
-    path: Path, dtype: DTypeLike | None = None, sharding: keys.Placement = None
+    path: Path, dtype: DTypeLike | None = None, sharding: Sharding = None
 ) -> tuple[orbax.Header[TargetConfig], Leaves]:
     """What a target is, and its (path, leaf) pairs, which are read and checked as they are asked for.
 
     Args:
         path: A folder or a GGUF file.
         dtype: None keeps each tensor's own (float32 for GGUF).
-        sharding: Of an Orbax folder's leaves, each device then reads its own part; others are read
-            whole, one by one.
+        sharding: Of the leaves, whose parts each process then reads for its own devices; those of a GGUF
+            file are read whole, one by one.
 
     Raises:
         ValueError: If it is no target, or is not understood; the leaves' faults after the last one.
@@ -261,16 +273,21 @@ def open_target(
         header = orbax.read_header(path)
         if not isinstance(header.config, TargetConfig):
             raise ValueError(f"{path} is a draft, not a target")
-        return header, orbax.stream(path, header.config, dtype, sharding)
+        place = _placement(sharding, header.config)
+        return header, orbax.stream(path, header.config, dtype, place)
     else:
         whole = hf.read_config(path)
         if hf.is_draft(whole):
             raise ValueError(f"{path} is a draft, not a target")
         config, raw = understand(path, TargetConfig.from_hf, whole), text_config(whole)
         stop = hf.read_stop_token_ids(path, raw)
-        tensors = read_target_tensors(path, whole, config)
+        read = hf.read_tensors if sharding is None else hf.map_tensors
+        tensors = read_target_tensors(path, whole, config, read)
     header = orbax.Header("target", config, stop, pad_id(raw, path))
-    return header, keys.stream(tensors, keys.expected_shapes(config), path, dtype)
+    place = _placement(sharding, config)
+    if place is None or path.is_file():
+        return header, keys.stream(tensors, keys.expected_shapes(config), path, dtype)
+    return header, mapped.stream(tensors, config, path, dtype, place)
 
 
 def read_draft_config(
@@ -318,24 +335,32 @@ def read_draft_config(
     return dataclasses.replace(config, **{k: v for k, v in given.items() if v is not None})
 
 
-def read_draft(path: Path, config: DraftConfig, dtype: DTypeLike | None = None) -> Draft:
+def read_draft(
+    path: Path, config: DraftConfig, dtype: DTypeLike | None = None, sharding: Sharding = None
+) -> Draft:
     """Reads the parameters of the draft that `read_draft_config` found.
 
     Args:
         path: A folder.
         dtype: None keeps each tensor's own.
+        sharding: See `load_draft`.
     """
-    header, leaves = open_draft(path, config, dtype)
+    header, leaves = open_draft(path, config, dtype, sharding)
     params = keys.build(leaves, keys.expected_shapes(header.config))
     return Draft(header.config, params, path)
 
 
 def open_draft(
-    path: Path, config: DraftConfig, dtype: DTypeLike | None = None
+    path: Path, config: DraftConfig, dtype: DTypeLike | None = None, sharding: Sharding = None
 ) -> tuple[orbax.Header[DraftConfig], Leaves]:
     """`open_target` for the draft that `read_draft_config` found."""
     if orbax.is_checkpoint(path):
-        return orbax.Header("draft", config), orbax.stream(path, config, dtype)
+        place = _placement(sharding, config)
+        return orbax.Header("draft", config), orbax.stream(path, config, dtype, place)
     config = keys.own_tensors(config, (info.name for info in hf.read_infos(path)))
-    leaves = keys.stream_draft(hf.read_tensors(path), config, path, dtype)
+    place = _placement(sharding, config)
+    if place is None:
+        leaves = keys.stream_draft(hf.read_tensors(path), config, path, dtype)
+    else:
+        leaves = mapped.stream(hf.map_tensors(path), config, path, dtype, place)
     return orbax.Header("draft", config), leaves

@@ -20,6 +20,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dflash_jax import array_typing as at
+from dflash_jax.sharding import VOCABULARY, parts_of, top_k
 
 CANDIDATES = 64  # ids a filter is first looked for in
 CHUNK = 256  # logits of which `argmax` takes the maximum at once
@@ -102,7 +103,7 @@ def argmax(logits: at.Logits) -> Int[Array, "B T"]:
     (jax 0.10.2: in arrays of a few thousand entries, not in small ones).
     """
     X = logits.shape[0]
-    size = math.gcd(X, CHUNK)
+    size = math.gcd(X // parts_of(X, VOCABULARY), CHUNK)  # no chunk lies on two devices
     chunks = logits.reshape(-1, size, *logits.shape[1:])
     chunk = _first_maximum(chunks.max(axis=1))
     chosen = jnp.take_along_axis(chunks, chunk[None, None], axis=0, mode="clip")[0]
@@ -174,7 +175,7 @@ def probabilities(logits: at.Logits, rows: RowSampling) -> Float[Array, "X B T"]
     Sorts all X entries: for verification by rejection, which compares whole distributions.
     """
     x = scaled(logits, rows)
-    ranked, order = jax.lax.top_k(x.transpose(1, 2, 0), x.shape[0])
+    ranked, order = top_k(x.transpose(1, 2, 0), x.shape[0])
     keep = keep_of_ranked(ranked, jax.nn.logsumexp(x, axis=0), rows)
     p = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf), axis=-1)
     p = jnp.put_along_axis(jnp.zeros_like(p), order, p, axis=-1, inplace=False).transpose(2, 0, 1)
@@ -266,7 +267,7 @@ def _filtered(
 
 def _suffices(x: at.Logits, total: Array, rows: RowSampling, count: int) -> Bool[Array, ""]:
     """Whether the `count` largest of every sampling row hold all that its filters keep."""
-    top = jax.lax.top_k(x.transpose(1, 2, 0), count)[0]
+    top = top_k(x.transpose(1, 2, 0), count)[0]
     mass = jnp.exp(jax.nn.logsumexp(top, axis=-1) - total)
     by_rank = (rows.top_k > 0) & (rows.top_k <= count)
     by_mass = (rows.top_k == 0) & (rows.top_p < 1)
@@ -283,7 +284,7 @@ def _pick_filtered(
     count: int,
 ) -> Int[Array, "B T"]:
     """Index of the noisy maximum among those of the `count` largest that the filters keep."""
-    ranked, order = jax.lax.top_k(x.transpose(1, 2, 0), count)
+    ranked, order = top_k(x.transpose(1, 2, 0), count)
     chosen = jnp.take_along_axis(token.transpose(1, 2, 0), order, axis=-1)
     noise = gumbel(keys, chosen.transpose(2, 0, 1)).transpose(1, 2, 0)
     keep = keep_of_ranked(ranked, total, rows)

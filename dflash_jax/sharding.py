@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from dflash_jax.cache import KVCache
 from dflash_jax.config import TransformerConfig
 
 AXES = ("data", "fsdp", "model")
@@ -60,6 +61,10 @@ DRAFT = Rules(_TENSOR, largest="fsdp")
 BATCH = Rules((("", (("data", "fsdp"),)),))  # every array by its rows
 # Keys and values by rows and heads; the rest of a decoder's state is small, and read by every process.
 CACHE = Rules(((r"\b(k|v)/", (("data", "fsdp"), "model")),))
+# Hidden states `[D, B, T]`, whole and as a divided product leaves them; and logits by ids last, `[B, T, V]`.
+STATES = Rules((("", (None, ("data", "fsdp"))),))
+FEATURES = Rules((("", ("model", ("data", "fsdp"))),))
+LOGITS = Rules((("", (("data", "fsdp"), None, "model")),))
 VOCABULARY = Rules((("", ("model",)),))  # a part of a head, by its ids
 EVERYWHERE = Rules(())
 
@@ -176,6 +181,45 @@ def constrain(tree: Tree, rules: Rules) -> Tree:
     if mesh.empty:
         return tree
     return jax.lax.with_sharding_constraint(tree, shardings(tree, mesh, rules))
+
+
+def gather_features(x: jax.Array) -> jax.Array:
+    """A divided product's result `[D, B, T]`, inside jit, with all its features on every device.
+
+    Left divided, every sum over them behind it would be divided too; asked for whole alone, XLA gathers
+    the product's weights instead.
+    """
+    return constrain(constrain(x, FEATURES), STATES)
+
+
+def keep(cache: KVCache) -> KVCache:
+    """A cache where `CACHE` lays it, inside jit; of several processes XLA places it (see `states`)."""
+    if jax.process_count() > 1:
+        return cache
+    return cache.replace(**constrain({"k": cache.k, "v": cache.v}, CACHE))
+
+
+def top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """`jax.lax.top_k` of `[B, T, X]` inside jit: of each device's own rows and ids, then of what they found.
+
+    XLA's partitioner would gather all rows and ids on every device.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.lax.top_k(x, count)
+    spec = spec_of("", x.shape, mesh, LOGITS)
+    rows, whole = PartitionSpec(*spec[:1]), len(spec) < 3 or mesh.shape["model"] == 1
+
+    def local(part: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, ids = jax.lax.top_k(part, min(count, part.shape[2]))
+        if whole:
+            return values, ids
+        ids = ids + part.shape[2] * jax.lax.axis_index("model")
+        values, ids = (jax.lax.all_gather(y, "model", axis=2, tiled=True) for y in (values, ids))
+        values, at = jax.lax.top_k(values, count)  # of equal ones the first, here too
+        return values, jnp.take_along_axis(ids, at, axis=2)
+
+    return jax.shard_map(local, in_specs=spec, out_specs=rows, check_vma=False)(x)
 
 
 def parts_of(size: int, rules: Rules) -> int:

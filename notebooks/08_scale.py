@@ -203,4 +203,4 @@ assert not re.search(r"all-(reduce|gather)", results["one device"][2].as_text())
 #     python -m train.run RECIPE.toml mesh='{data=2,fsdp=2,model=2}'
 #
 # `generate` works under `jax.set_mesh` in the same way, with parameters from
-# `load_target(sharding=placement(mesh, rules))`. The whole table is `dflash_jax/sharding.py`.
+# `load_target(sharding=mesh)` and `load_draft(..., sharding=mesh)`. The whole table is `dflash_jax/sharding.py`.

@@ -1,12 +1,17 @@
-"""Training on simulated devices, as many as XLA_FLAGS says, in a process of its own.
+"""Training, decoding and loading on simulated devices, as many as XLA_FLAGS says, in a process of its own.
 
-python tests/meshes.py steps OUT
+python tests/meshes.py steps OUT AXES
 python tests/meshes.py run STORE RECIPE.toml [key=value ...]
-python tests/meshes.py decode OUT
+python tests/meshes.py decode OUT AXES
+python tests/meshes.py collectives OUT AXES NUMBER ...
+python tests/meshes.py load OUT AXES FOLDER ...
+
+AXES are a mesh's, as JSON.
 """
 
 import dataclasses
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -97,7 +102,7 @@ def steps(mesh) -> dict:
 
 
 def decode(mesh) -> dict:
-    """Texts of eight prompts, greedy and sampled, and the axes of the keys behind them."""
+    """Texts of eight prompts, greedy and sampled, and into how many parts the keys behind them are divided."""
     from fakes import prompts_of, random_draft, random_target
 
     from dflash_jax import Sampling, generate
@@ -113,7 +118,53 @@ def decode(mesh) -> dict:
             target, draft, prompts, max_new_tokens=24, key=jax.random.key(3), keep_state=True,
             sampling=[Sampling(temperature=t, top_k=20) for t in (0.0, 0.8) * 4],
         )  # fmt: skip
-        return {"tokens": out.tokens, "cache": list(out.state.target.k[0].sharding.spec)}
+        parts = {str(shard.index) for shard in out.state.target.k[0].addressable_shards}
+        return {"tokens": out.tokens, "parts": len(parts)}
+
+
+def collectives(mesh, *shape: str) -> dict:
+    """`benchmarks.collectives` of a pair of this shape with two layers each."""
+    from benchmarks.collectives import pair, report
+
+    return report(*pair(tuple(map(int, shape)), 2), dict(mesh.shape))
+
+
+def load(mesh, *folders: str) -> dict:
+    """What this process reads of targets, and of drafts behind theirs, as they are loaded onto the mesh.
+
+    Returns:
+        By folder the elements `read`, those `held` in different parts, and those of the `whole` model.
+        Every part is asserted to be the whole one's.
+    """
+    from dflash_jax.checkpoint import keys, mapped
+    from dflash_jax.pair import load_draft, load_target
+
+    read, part = [], mapped.read_part
+
+    def counted(value, index, dtype):
+        read.append(part(value, index, dtype))
+        return read[-1]
+
+    mapped.read_part = counted
+    found, target = {}, None
+    for folder in folders:
+        if "targets" in folder:
+            plain, placed = load_target(folder), load_target(folder, sharding=mesh)
+            target = plain
+        else:
+            plain = load_draft(folder, target)
+            placed = load_draft(folder, target, sharding=mesh)
+        whole, held = keys.flatten(plain.params), 0
+        for path, leaf in keys.flatten(placed.params).items():
+            own = {str(shard.index): shard for shard in leaf.addressable_shards}
+            held += sum(shard.data.size for shard in own.values())
+            for shard in own.values():
+                assert np.array_equal(shard.data, np.asarray(whole[path])[shard.index]), path
+        found[Path(folder).name] = {
+            "read": sum(x.size for x in read), "held": held, "whole": sum(x.size for x in whole.values())
+        }  # fmt: skip
+        read.clear()
+    return found
 
 
 def run(store: str, recipe: str, *overrides: str) -> None:
@@ -136,6 +187,11 @@ if __name__ == "__main__":
     if what == "run":
         run(*rest)
     else:
+        if "JAX_PROCESS_ID" in os.environ:
+            jax.distributed.initialize(
+                num_processes=2, process_id=int(os.environ["JAX_PROCESS_ID"])
+            )
         from dflash_jax.sharding import make_mesh
 
-        Path(rest[0]).write_text(json.dumps(globals()[what](make_mesh(AXES))))
+        out, axes, *rest = rest
+        Path(out).write_text(json.dumps(globals()[what](make_mesh(json.loads(axes)), *rest)))

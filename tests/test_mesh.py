@@ -53,7 +53,7 @@ def close(a, b, **tolerance):
 def on_eight(tmp_path_factory):
     """`meshes.steps` on a mesh of 2 x 2 x 2."""
     out = tmp_path_factory.mktemp("steps") / "out.json"
-    finish(process("steps", out, devices=8))
+    finish(process("steps", out, json.dumps(AXES), devices=8))
     return json.loads(out.read_text())
 
 
@@ -109,12 +109,77 @@ def test_a_step_has_the_collectives_that_it_needs(on_eight):
     assert count["collective-permute"] <= 2
 
 
+# Decoding.
+
+
 @pytest.mark.slow
-def test_texts_decoded_on_eight_devices_are_those_of_one(tmp_path):
-    finish(process("decode", tmp_path / "out.json", devices=8))
+@pytest.mark.parametrize(
+    ("axes", "parts"),
+    [(AXES, 8), ({"data": 8}, 8), ({"model": 8}, 1)],
+    ids=["both", "data", "model"],
+)
+def test_texts_decoded_on_eight_devices_are_those_of_one(tmp_path, axes, parts):
+    """Eight devices do not divide the two key heads, so each has them all."""
+    finish(process("decode", tmp_path / "out.json", json.dumps(axes), devices=8))
     eight = json.loads((tmp_path / "out.json").read_text())
     assert eight["tokens"] == decode(make_mesh(devices=jax.devices()[:1]))["tokens"]
-    assert eight["cache"] == [["data", "fsdp"], "model"]
+    assert eight["parts"] == parts
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "sums"),
+    [
+        ({"data": 2, "model": 4}, (32, 48, 8, 4, 8, 152), [2, 2]),
+        pytest.param({"model": 8}, (32, 48, 6, 3, 8, 152), [2], marks=pytest.mark.slow),
+        pytest.param({"data": 8}, (32, 48, 6, 3, 8, 152), [], marks=pytest.mark.slow),
+    ],
+    ids=["both", "model", "data"],
+)
+def test_a_round_has_the_collectives_that_its_layout_calls_for(tmp_path, axes, shape, sums):
+    """Eight devices do not divide six heads, nor the chunks of 8 in which one device looks through 152 logits."""
+    finish(process("collectives", tmp_path / "out.json", json.dumps(axes), *shape, devices=8))
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["unexplained"] == []
+    assert found["round"]
+    for row in found["round"]:
+        assert row["found"] == row["predicted"], row
+    layers = [row["found"] for row in found["round"] if row["part"] == "target's layers"]
+    assert layers == sums
+
+
+# Loading.
+
+LOADED = "targets/qwen3_moe", "targets/qwen3_sharded_bf16", "drafts/domino", "drafts/speculators_reduced_vocab"
+
+
+def two(command, devices: int) -> list[subprocess.Popen]:
+    """Two processes that are one run, each with the command of its number."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    shared = dict(JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2")
+    return [
+        process(*command(i), devices=devices, JAX_PROCESS_ID=str(i), **shared) for i in range(2)
+    ]
+
+
+def test_every_part_of_a_safetensors_folder_is_read_once(golden, tmp_path):
+    folders = [golden / x for x in LOADED]
+    finish(process("load", tmp_path / "out.json", json.dumps(AXES), *folders, devices=8))
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found.keys() == {Path(x).name for x in LOADED}
+    for one in found.values():
+        assert one["read"] == one["held"] == one["whole"]
+
+
+@pytest.mark.slow
+def test_each_of_two_processes_reads_its_own_parts(golden, tmp_path):
+    folders, outs = [golden / x for x in LOADED], [tmp_path / "0.json", tmp_path / "1.json"]
+    finish(*two(lambda i: ("load", outs[i], '{"model": 8}', *folders), devices=4))
+    found = [json.loads(out.read_text()) for out in outs]
+    assert found[0] == found[1]
+    for one in found[0].values():
+        assert one["read"] == one["held"] < one["whole"]
 
 
 # Runs.
@@ -139,19 +204,12 @@ def runs(tmp_path_factory):
 def test_a_run_in_two_processes_is_the_run_on_one_device_and_goes_on_there(runs):
     folder, config = runs
     (folder / "recipe.toml").write_text(toml(config))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
     mesh = "mesh={" + ", ".join(f"{k} = {v}" for k, v in AXES.items()) + "}"
     recipe_and_keys = folder / "recipe.toml", f'run="{folder / "two"}"', mesh, "distributed=true"
-    shared = dict(JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2")
-    two = [
-        process("run", folder / "store", *recipe_and_keys, devices=4, JAX_PROCESS_ID=str(i), **shared)
-        for i in range(2)
-    ]  # fmt: skip
+    both = two(lambda i: ("run", folder / "store", *recipe_and_keys), devices=4)
     one_device = make_mesh(devices=jax.devices()[:1])
     run.train(set_up_recipe(folder / "store", config, one_device))
-    finish(*two)
+    finish(*both)
     resumed = dataclasses.replace(config, run=str(folder / "resumed"))
     shutil.copytree(folder / "two", resumed.run)
     shutil.rmtree(folder / "resumed/checkpoints/4")

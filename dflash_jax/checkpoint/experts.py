@@ -13,14 +13,18 @@ _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 def tensor_shapes(expected: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Shapes by path of the tensors that make the leaves: `experts/gate_proj/weight` `[E, F, D]` is
     made of `experts/0/gate_proj/weight` `[F, D]` and so on."""
-    shapes = {}
-    for path, shape in expected.items():
-        stack = _STACK.fullmatch(path)
-        if stack:
-            shapes |= {f"{stack[1]}/{e}/{stack[2]}": shape[1:] for e in range(shape[0])}
-        else:
-            shapes[path] = shape
-    return shapes
+    parts = paths_of_stacks(expected)
+    return {
+        part: expected[path][1:] if path in parts else expected[path]
+        for path in expected
+        for part in parts.get(path, [path])
+    }
+
+
+def paths_of_stacks(expected: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    """The tensors, by path, of each leaf that is a stack of them."""
+    stacks = filter(None, map(_STACK.fullmatch, expected))
+    return {s[0]: [f"{s[1]}/{e}/{s[2]}" for e in range(expected[s[0]][0])] for s in stacks}
 
 
 def split_fused(tensors: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:

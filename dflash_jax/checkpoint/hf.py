@@ -80,6 +80,21 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
         yield from _read_file(path)
 
 
+def map_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """`read_tensors` without reading: the arrays are views of mapped files, read where they are used.
+
+    Raises:
+        ValueError: As `read_tensors`.
+    """
+    for path, told in _files(folder):
+        header = read_header(path)
+        _check_index(path, header.keys(), told)
+        mapped = np.asarray(np.memmap(path, np.uint8, "r"))
+        for name, e in header.items():
+            end = e.offset + math.prod(e.shape) * e.dtype.itemsize
+            yield name, mapped[e.offset : end].view(e.dtype).reshape(e.shape)
+
+
 def read_infos(folder: Path) -> Iterator[TensorInfo]:
     """Yields the folder's tensors without their values.
 

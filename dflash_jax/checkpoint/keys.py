@@ -26,10 +26,11 @@ from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.models.draft import DFlashDraftModel
 from dflash_jax.models.transformer import Transformer
 
-_EMBEDDING, _HEAD = "embed_tokens/weight", "lm_head/weight"
+EMBEDDING, HEAD = "embed_tokens/weight", "lm_head/weight"
 # A reduced vocabulary's: the one leaf of integers, and the same as booleans.
-OFFSETS, _MASK = "d2t", "t2d"
-_BUFFER = "rotary_emb.inv_freq"  # follows from the config
+OFFSETS, MASK = "d2t", "t2d"
+BUFFER = "rotary_emb.inv_freq"  # follows from the config
+UNTIED = "lm_head.weight differs from the embedding, but the config has tie_word_embeddings true"
 # Where a leaf goes; a function is given its path and shape.
 Placement = Sharding | Callable[[str, tuple[int, ...]], Sharding] | None
 _FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
@@ -49,7 +50,7 @@ def path_of(name: str) -> str:
 def name_of(path: str, prefix: str = "") -> str:
     """Hugging Face's tensor name of our path; a target's `prefix` is `model.`, which the head goes without."""
     name = re.sub(r"^layers_(\d+)/", r"layers.\1/", path).replace("/", ".")
-    return name if path == _HEAD else prefix + name
+    return name if path == HEAD else prefix + name
 
 
 def blank(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
@@ -161,10 +162,10 @@ def stream(
             floats, hold NaN or infinities, or are matrices of zeros.
     """
     shapes, stacks = tensor_shapes(expected), Stacks(expected)
-    audit = _Audit(shapes, tied=_is_tied(expected))
+    audit = Audit(shapes, tied=is_tied(expected))
     for name, value in split_fused(tensors):
         path = path_of(name)
-        if not name.endswith(_BUFFER) and audit.accepts(name, path, value):
+        if not name.endswith(BUFFER) and audit.accepts(name, path, value):
             kept = np.int32 if path == OFFSETS else value.dtype if dtype is None else dtype
             whole = stacks.add(path, value.astype(kept, copy=False))
             if whole is not None and not audit.problems:
@@ -189,7 +190,7 @@ def stream_draft(
 
     def others():
         for name, value in tensors:
-            if config.draft_vocab_size is not None and path_of(name) == _MASK:
+            if config.draft_vocab_size is not None and path_of(name) == MASK:
                 masks.append(value)
             else:
                 yield name, value
@@ -202,7 +203,7 @@ def stream_draft(
         yield path, leaf
         del leaf
     if config.draft_vocab_size is not None:
-        _refuse(source, vocabulary_faults(config, offsets, *masks))
+        refuse(source, vocabulary_faults(config, offsets, *masks))
 
 
 def find_faults(
@@ -216,17 +217,17 @@ def find_faults(
         shapes: Of the tensors by path, where they are not a Hugging Face checkpoint's.
     """
     expected = expected_shapes(config)
-    audit = _Audit(tensor_shapes(expected) if shapes is None else shapes, tied=_is_tied(expected))
+    audit = Audit(tensor_shapes(expected) if shapes is None else shapes, tied=is_tied(expected))
     ids: dict[str, np.ndarray] = {}
     for name, value in split_fused(tensors):
         path = path_of(name)
-        if path in (OFFSETS, _MASK):
+        if path in (OFFSETS, MASK):
             ids[path] = value
-        if not name.endswith(_BUFFER) and not (path == _MASK and OFFSETS in expected):
+        if not name.endswith(BUFFER) and not (path == MASK and OFFSETS in expected):
             audit.accepts(name, path, value)
     faults = audit.finish(lambda path: name_of(path, prefix_of(expected)))
     if isinstance(config, DraftConfig) and OFFSETS in ids and OFFSETS in expected and not faults:
-        masks = [ids[_MASK]] if _MASK in ids else []
+        masks = [ids[MASK]] if MASK in ids else []
         faults = vocabulary_faults(config, ids[OFFSETS], *masks)
     return faults
 
@@ -245,7 +246,7 @@ def vocabulary_faults(
     if mask is not None and (
         mask.shape != (config.vocab_size,) or not np.array_equal(np.flatnonzero(mask), ids)
     ):
-        return [Fault("vocabulary", _MASK, "t2d and d2t name different ids")]
+        return [Fault("vocabulary", MASK, "t2d and d2t name different ids")]
     return []
 
 
@@ -255,7 +256,7 @@ def own_tensors(config: DraftConfig, names: Iterable[str]) -> DraftConfig:
     Never by comparing sizes: a head of the target's size may be the draft's own.
     """
     paths = {path_of(name) for name in names}
-    return dataclasses.replace(config, own_head=_HEAD in paths, own_embedding=_EMBEDDING in paths)
+    return dataclasses.replace(config, own_head=HEAD in paths, own_embedding=EMBEDDING in paths)
 
 
 def check_params(params: at.Params, config: TargetConfig | DraftConfig, source: object) -> None:
@@ -265,13 +266,24 @@ def check_params(params: at.Params, config: TargetConfig | DraftConfig, source: 
 
 
 def checked(
-    leaves: Iterable[tuple[str, Any]], config: TargetConfig | DraftConfig, source: object
+    leaves: Iterable[tuple[str, Any]],
+    config: TargetConfig | DraftConfig,
+    source: object,
+    name: Callable[[str], str] = str,
 ) -> Iterator[tuple[str, Any]]:
-    """Yields the pairs (path, leaf) as they are; raises `stream`'s ValueError if they are not `config`'s."""
-    audit = _Audit(expected_shapes(config))
+    """Yields the pairs (path, leaf) as they are; raises `stream`'s ValueError if they are not `config`'s.
+
+    Args:
+        name: Of a path, in the checkpoint.
+    """
+    audit = Audit(expected_shapes(config))
     for path, leaf in leaves:
-        if audit.accepts(path, path, leaf) and path == OFFSETS and isinstance(config, DraftConfig):
-            _refuse(source, vocabulary_faults(config, leaf))
+        if (
+            audit.accepts(name(path), path, leaf)
+            and path == OFFSETS
+            and isinstance(config, DraftConfig)
+        ):
+            refuse(source, vocabulary_faults(config, leaf))
         if not audit.problems:
             yield path, leaf
         del leaf
@@ -282,7 +294,7 @@ def check_shapes(
     shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], source: object
 ) -> None:
     """Raises one ValueError for all shapes that are unknown, missing, or unlike the expected ones."""
-    audit = _Audit(expected)
+    audit = Audit(expected)
     for path, shape in shapes.items():
         audit.fits(path, path, shape)
     audit.refuse(source)
@@ -293,12 +305,12 @@ def prefix_of(expected: Mapping[str, tuple[int, ...]]) -> str:
     return "" if "fc/weight" in expected else "model."
 
 
-def _is_tied(expected: Mapping[str, tuple[int, ...]]) -> bool:
-    return _EMBEDDING in expected and _HEAD not in expected
+def is_tied(expected: Mapping[str, tuple[int, ...]]) -> bool:
+    return EMBEDDING in expected and HEAD not in expected
 
 
 @dataclasses.dataclass
-class _Audit:
+class Audit:
     """What is wrong with a checkpoint's tensors so far.
 
     Attributes:
@@ -317,13 +329,16 @@ class _Audit:
 
     def accepts(self, name: str, path: str, value: Any) -> bool:
         """Whether the tree takes this tensor; if not, the reason is noted."""
-        if self.tied and path in (_EMBEDDING, _HEAD) and path not in self.digests:
+        if self.tied and path in (EMBEDDING, HEAD) and path not in self.digests:
             self.digests[path] = _digest(value)
-            if path == _HEAD:
+            if path == HEAD:
                 return False
         if not self.fits(name, path, value.shape):
             return False
-        fault = integer_fault(value) if path == OFFSETS else value_fault(value)
+        return self.holds(name, value, integer_fault if path == OFFSETS else value_fault)
+
+    def holds(self, name: str, value: Any, fault_of: Callable[[Any], str | None]) -> bool:
+        fault = fault_of(value)
         if fault:
             self.problems.append(Fault("values", name, f"{name} {list(value.shape)} {fault}"))
         return not fault
@@ -347,9 +362,8 @@ class _Audit:
 
     def finish(self, name: Callable[[str], str] = str) -> list[Fault]:
         """All that is wrong, with missing tensors under the `name` of their path."""
-        if _HEAD in self.digests and self.digests[_HEAD] != self.digests.get(_EMBEDDING):
-            said = "lm_head.weight differs from the embedding, but the config has tie_word_embeddings true"
-            self.problems.append(Fault("tied", "lm_head.weight", said))
+        if HEAD in self.digests and self.digests[HEAD] != self.digests.get(EMBEDDING):
+            self.problems.append(Fault("tied", "lm_head.weight", UNTIED))
         absent = [path for path in self.expected if path not in self.seen]
         self.problems += [
             Fault("missing", name(p), f"missing {name(p)} {list(self.expected[p])}") for p in absent
@@ -362,10 +376,11 @@ class _Audit:
         if any(fault.kind == "missing" for fault in faults):
             others = sorted(name for name in self.seen.values() if "layers" not in name)
             there = f"; outside its layers there are {', '.join(others) or 'no tensors'}"
-        _refuse(source, faults, f"{len(faults)} tensors at fault: ", there)
+        refuse(source, faults, f"{len(faults)} tensors at fault: ", there)
 
 
-def _refuse(source: object, faults: list[Fault], before: str = "", after: str = "") -> None:
+def refuse(source: object, faults: list[Fault], before: str = "", after: str = "") -> None:
+    """Raises one ValueError for the faults, if there are any."""
     if faults:
         said = "; ".join(" ".join(fault.said.split()) for fault in faults)
         raise ValueError(f"{source}: {before}{said}{after}")
@@ -373,8 +388,8 @@ def _refuse(source: object, faults: list[Fault], before: str = "", after: str = 
 
 def value_fault(value: Any) -> str | None:
     """What makes an array unusable as a parameter."""
-    if value.dtype not in _FLOATS:
-        return f"holds {value.dtype}, not floats"
+    if fault := float_fault(value):
+        return fault
     if isinstance(value, jax.Array) and not _on_host(value):
         largest = _largest_on_device(value)
     else:
@@ -413,6 +428,13 @@ def _largest_on_device(value: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
     magnitudes = bits & (jnp.iinfo(bits.dtype).max >> 1)
     return jax.lax.bitcast_convert_type(jnp.max(magnitudes, initial=0), value.dtype)
+
+
+def float_fault(value: Any) -> str | None:
+    """What makes an array unusable as weights, by its dtype alone."""
+    if value.dtype not in _FLOATS:
+        return f"holds {value.dtype}, not floats"
+    return None
 
 
 def integer_fault(value: Any) -> str | None:

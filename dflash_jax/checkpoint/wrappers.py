@@ -1,7 +1,7 @@
 """The text model's tensors in a multimodal checkpoint."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,17 @@ _FUSED = re.compile(r".*\.experts\.(gate_up_proj|down_proj)")
 
 
 def read_target_tensors(
-    folder: Path, raw: Mapping[str, Any], config: TargetConfig
+    folder: Path,
+    raw: Mapping[str, Any],
+    config: TargetConfig,
+    read: Callable[[Path], Iterator[tuple[str, np.ndarray]]] = hf.read_tensors,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """`hf.read_tensors` of a target, or of the text model of a multimodal one; see `text_tensors`."""
-    tensors = hf.read_tensors(folder)
+    """`hf.read_tensors` of a target, or of the text model of a multimodal one; see `text_tensors`.
+
+    Args:
+        read: Or `hf.map_tensors`.
+    """
+    tensors = read(folder)
     return text_tensors(tensors, raw, config) if is_wrapper(raw) else tensors
 
 

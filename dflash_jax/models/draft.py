@@ -18,6 +18,7 @@ from dflash_jax.ops.attention import attention, block_attention
 from dflash_jax.ops.mask import block_masks, document_positions, draft_mask
 from dflash_jax.ops.rope import rope_table
 from dflash_jax.sampling import Proposals
+from dflash_jax.sharding import gather_features
 
 
 class DFlashDraftModel(nn.Module):
@@ -85,7 +86,7 @@ class DFlashDraftModel(nn.Module):
     ) -> list[tuple[at.KeyValues, at.KeyValues]]:
         """Keys and values of the context, a pair a layer."""
         table = rope_table(self.config.rope, self.config.head_dim, positions)
-        h = self.hidden_norm(self.fc(context))
+        h = self.hidden_norm(gather_features(self.fc(context)))
         return [layer.self_attn.keys_values(h, table) for layer in self.layers]
 
     def __call__(self, x: at.Hidden, cache: KVCache) -> tuple[at.Hidden, KVCache]:
