@@ -1,17 +1,22 @@
 import functools
+import os
+import subprocess
+import sys
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 from dflash_jax.ops import attention as ops
 from dflash_jax.ops.mask import block_masks, causal_mask
 
 B, K, G, H, S, T = 2, 2, 3, 8, 13, 4
 N = K * G
-FORMS = {"feature_major": ops._feature_major, "fused": ops._fused}
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 0.03}
+MASKED = causal_mask(jnp.asarray([[4, 5, 6, 7], [9, 10, 11, 12]], jnp.int32), S)
 
 
 def draw(seed, *shape, dtype=jnp.float32):
@@ -40,37 +45,137 @@ def inputs(dtype=jnp.float32, kv_heads=K):
     return q, k, v
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.fixture(autouse=True)
+def cudnn_calls(monkeypatch):
+    """Calls of cuDNN, which needs a GPU: JAX's plain products do the work, of the same operands."""
+    products, calls = jax.nn.dot_product_attention, []
+
+    def stand_in(q, k, v, implementation, **given):
+        if implementation == "cudnn":
+            calls.append((q, k, v, given))
+        return products(q, k, v, implementation="xla", **given)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    return calls
+
+
+@pytest.mark.parametrize("form", ops.FORMS)
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
-@pytest.mark.parametrize("window", [None, 3])
-def test_both_forms_equal_the_naive_one(form, kv_heads, window):
-    q, k, v = inputs(kv_heads=kv_heads)
-    mask = causal_mask(jnp.asarray([[4, 5, 6, 7], [9, 10, 11, 12]], jnp.int32), S, window)
-    out = jax.jit(FORMS[form])(q, k, v, mask)
-    np.testing.assert_allclose(out, naive(q, k, v, mask), rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_every_form_equals_the_naive_one(form, kv_heads, dtype):
+    q, k, v = inputs(dtype, kv_heads)
+    attend = jax.jit(ops.FORMS[form])
+    for window in (None, 3):
+        mask = causal_mask(jnp.asarray([[4, 5, 6, 7], [9, 10, 11, 12]], jnp.int32), S, window)
+        out = attend(q, k, v, mask)
+        assert out.dtype == dtype
+        expected = naive(q, k, v, mask)
+        np.testing.assert_allclose(
+            np.asarray(out, np.float64), expected, rtol=1e-5, atol=TOLERANCE[dtype]
+        )
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("rows", [1, 2])
-def test_bfloat16_stays_bfloat16_and_close(form, rows):
-    q, k, v = inputs(jnp.bfloat16)
-    q, k, v = q[:, :, :rows], k[:rows], v[:rows]
-    mask = jnp.ones((rows, S, T), bool)
-    out = jax.jit(FORMS[form])(q, k, v, mask)
-    assert out.dtype == jnp.bfloat16
+@pytest.mark.parametrize("form", ops.FORMS)
+def test_one_row_and_a_ring_in_bfloat16(form):
+    """A ring's visible slots lie in no order, and one row is a case of its own on the CPU."""
+    q, k, v = (
+        x[:, :, :1] if x is not None and x.shape[0] == N else x[:1] for x in inputs(jnp.bfloat16)
+    )
+    mask = jnp.asarray(np.random.default_rng(12).random((1, S, T)) < 0.5).at[:, 3].set(True)
+    out = jax.jit(ops.FORMS[form])(q, k, v, mask)
     np.testing.assert_allclose(np.asarray(out, np.float64), naive(q, k, v, mask), atol=0.03)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_query_without_a_visible_slot_gives_no_nan_and_harms_no_other(form):
-    q, k, v = inputs()
-    mask = causal_mask(jnp.asarray([[4, 5, 6, 7], [9, 10, 11, 12]], jnp.int32), S)
-    hole = mask.at[1, :, 2].set(False)
-    whole, holed = (np.asarray(jax.jit(FORMS[form])(q, k, v, m)) for m in (mask, hole))
-    assert np.isfinite(holed).all()
+@pytest.mark.parametrize("form", ops.FORMS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_query_without_a_visible_slot_gives_no_nan_and_harms_no_other(form, dtype):
+    q, k, v = inputs(dtype)
+    attend = jax.jit(ops.FORMS[form])
+    whole = np.asarray(attend(q, k, v, MASKED), np.float32)
     others = np.ones((B, T), bool)
-    others[1, 2] = False
-    np.testing.assert_allclose(holed[:, others], whole[:, others], rtol=1e-6, atol=1e-6)
+    for queries in ([2], [0, 1, 2, 3]):  # one of a row's, and all
+        hole = MASKED.at[1, :, jnp.asarray(queries)].set(False)
+        holed = np.asarray(attend(q, k, v, hole), np.float32)
+        assert np.isfinite(holed).all()
+        others[1, queries] = False
+        np.testing.assert_allclose(holed[:, others], whole[:, others], rtol=1e-6, atol=1e-6)
+
+
+def test_cudnn_reads_the_cache_as_it_lies_up_to_each_rows_last_visible_slot(cudnn_calls):
+    @jax.jit
+    def operands(*given):
+        ops.FORMS["cudnn"](*given)
+        ((_, keys, values, named),) = cudnn_calls
+        return keys, values, named["key_value_seq_lengths"]
+
+    q, k, v = inputs(jnp.bfloat16)
+    keys, values, lengths = operands(q, k, v, MASKED.at[0].set(False))
+    for held, passed in ((k, keys), (v, values)):
+        np.testing.assert_array_equal(passed.reshape(k.shape), held)
+        assert passed.shape == (B * K, S, 1, H)
+    assert lengths.dtype == jnp.int32
+    assert lengths.tolist() == [1] * K + [13] * K  # a row that sees nothing has a slot all the same
+
+
+@pytest.mark.parametrize(
+    ("dtype", "width"), [(jnp.float32, 8), (jnp.bfloat16, 12), (jnp.bfloat16, 136)]
+)
+def test_cudnn_is_not_asked_for_what_it_does_not_take(dtype, width, cudnn_calls):
+    q = jax.ShapeDtypeStruct((N, width, B, T), dtype)
+    k = jax.ShapeDtypeStruct((B, K, S, width), dtype)
+    out = jax.eval_shape(ops.FORMS["cudnn"], q, k, k, MASKED)
+    assert not cudnn_calls
+    assert (out.shape, out.dtype) == ((N * width, B, T), dtype)
+
+
+def lowered(platform, dtype=jnp.bfloat16):
+    """The text of `attention`'s program for a platform that need not be here."""
+    check = export.DisabledSafetyCheck.custom_call("__cudnn$fmhaScaleBiasSoftmax")
+    program = jax.jit(lambda *given: ops.attention(*given))  # not one that an earlier test traced
+    out = export.export(program, platforms=[platform], disabled_checks=[check])(
+        *inputs(dtype), MASKED
+    )
+    return out.mlir_module()
+
+
+def test_the_platform_that_a_program_is_lowered_for_picks_its_form(monkeypatch):
+    monkeypatch.undo()
+    barrier = "optimization_barrier"  # the feature-major form's
+    assert barrier in lowered("cpu")
+    assert barrier not in lowered("cuda") + lowered("tpu")
+    assert "fmha" not in lowered("cuda")
+
+
+def test_a_form_named_in_the_environment_is_taken_on_every_platform(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(ops, "CHOSEN", ops.chosen({ops.VARIABLE: "xla"}))
+    assert "optimization_barrier" not in lowered("cpu")
+    monkeypatch.setattr(ops, "CHOSEN", ops.chosen({ops.VARIABLE: "cudnn"}))
+    # JAX asks the driver for cuDNN's version while it traces.
+    monkeypatch.setattr(
+        "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91002
+    )
+    text = lowered("cuda")
+    assert text.count("stablehlo.custom_call @__cudnn$fmhaScaleBiasSoftmax(") == 1
+    assert "PADDING" in text
+    assert "dot_general" not in text
+    for buffer in ("%arg1", "%arg2"):  # keys and values: no transposition, so no copy
+        main = text.partition("func.func private")[0].splitlines()
+        uses = [line for line in main if f"{buffer} " in line]
+        assert len(uses) == 1
+        assert "stablehlo.reshape" in uses[0]
+    assert "fmha" not in lowered("cuda", jnp.float32)
+
+
+def test_an_unknown_form_is_refused_at_import():
+    assert ops.chosen({}) is ops.chosen({ops.VARIABLE: ""}) is None
+    done = subprocess.run(
+        [sys.executable, "-c", "import dflash_jax.ops.attention"],
+        env=os.environ | {ops.VARIABLE: "flash"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode
+    message = "DFLASH_JAX_ATTENTION='flash' must be one of feature_major, xla, cudnn"
+    assert done.stderr.splitlines()[-1] == f"ValueError: {message}"
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -1,6 +1,12 @@
-"""Grouped-query attention over a cache, and its layouts. The only place that picks a form."""
+"""Grouped-query attention over a cache, and its layouts. The only place that picks a form.
+
+The form goes by the platform that a program is lowered for (`BY_PLATFORM`). The environment variable
+`DFLASH_JAX_ATTENTION`, read at import, names one of `FORMS` for every platform instead.
+"""
 
 import functools
+import os
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +14,7 @@ from jaxtyping import Array, Bool, Float
 
 from dflash_jax import array_typing as at
 
+VARIABLE = "DFLASH_JAX_ATTENTION"
 _MASKED = -1e30  # finite: a row without a visible slot gives a mean of values, not NaN
 
 
@@ -25,8 +32,11 @@ def attention(
     Returns:
         `[N * H, B, T]` in q's dtype; scores and softmax are float32.
     """
-    form = _feature_major if jax.default_backend() == "cpu" else _fused
-    return form(q, k, v, mask)
+    if CHOSEN is not None:
+        return FORMS[CHOSEN](q, k, v, mask)
+    # Every form is traced, once for each shape, and only the platform's own is lowered.
+    by_platform = {platform: FORMS[name] for platform, name in BY_PLATFORM.items()}
+    return jax.lax.platform_dependent(q, k, v, mask, default=FORMS[ELSEWHERE], **by_platform)
 
 
 def _feature_major(
@@ -54,18 +64,73 @@ def _feature_major(
     return out.reshape(B, K, G, T, H).transpose(1, 2, 4, 0, 3).reshape(N * H, B, T)
 
 
-def _fused(
-    q: at.Queries, k: at.KeyValues, v: at.KeyValues, mask: at.Mask
-) -> Float[Array, "NH B T"]:
-    """`jax.nn.dot_product_attention`, which accelerators fuse."""
+def _xla(q: at.Queries, k: at.KeyValues, v: at.KeyValues, mask: at.Mask) -> Float[Array, "NH B T"]:
+    """`jax.nn.dot_product_attention` as plain products, which accelerators fuse."""
     N, H, B, T = q.shape
     out = jax.nn.dot_product_attention(
         q.transpose(2, 3, 0, 1),
         k.swapaxes(1, 2),
         v.swapaxes(1, 2),
         mask=mask.swapaxes(1, 2)[:, None],
+        implementation="xla",
     )
     return out.transpose(2, 3, 0, 1).reshape(N * H, B, T)
+
+
+def _cudnn(
+    q: at.Queries, k: at.KeyValues, v: at.KeyValues, mask: at.Mask
+) -> Float[Array, "NH B T"]:
+    """cuDNN's flash attention, which stops at each row's last visible slot; `_xla` for what it does not take.
+
+    It takes bfloat16 and float16 of head widths that are multiples of 8 up to 128. Its keys are
+    `[rows, S, heads, H]`; with one head each and B * K rows, that is the cache as it lies, where B
+    rows of K heads would be a copy of it in every layer. On a mesh that divides the heads, merging
+    the two axes moves data: `xla` is the form for that.
+
+    The mask goes in as a bias, beside the lengths: cuDNN's own causal mask counts queries from slot 0,
+    and its windows know no ring. JAX's tests run both together on GPUs.
+
+    Source: jax 0.10.2 `check_is_flash_attention`; jax `nn_test.py` `testDotProductAttentionMask`.
+    """
+    N, H, B, T = q.shape
+    K, S = k.shape[1:3]
+    if not (
+        q.dtype == k.dtype and q.dtype in (jnp.bfloat16, jnp.float16) and H % 8 == 0 and H <= 128
+    ):
+        return _xla(q, k, v, mask)
+    slots = jnp.arange(1, S + 1, dtype=jnp.int32)
+    length = jnp.where(mask.any(axis=2), slots, 1).max(axis=1)
+    out = jax.nn.dot_product_attention(
+        q.reshape(K, N // K, H, B, T).transpose(3, 0, 4, 1, 2).reshape(B * K, T, N // K, H),
+        k.reshape(B * K, S, 1, H),
+        v.reshape(B * K, S, 1, H),
+        mask=jnp.repeat(mask.swapaxes(1, 2), K, axis=0)[:, None],
+        key_value_seq_lengths=jnp.repeat(length, K),
+        implementation="cudnn",
+    )
+    return out.reshape(B, K, T, N // K, H).transpose(1, 3, 4, 0, 2).reshape(N * H, B, T)
+
+
+Form = Callable[[at.Queries, at.KeyValues, at.KeyValues, at.Mask], Float[Array, "NH B T"]]
+
+FORMS: Mapping[str, Form] = {"feature_major": _feature_major, "xla": _xla, "cudnn": _cudnn}
+BY_PLATFORM: Mapping[str, str] = {"cpu": "feature_major"}
+ELSEWHERE = "xla"  # cuDNN's was not measured against it yet
+
+
+def chosen(environment: Mapping[str, str]) -> str | None:
+    """The form that the environment names, or None.
+
+    Raises:
+        ValueError: If there is no such form.
+    """
+    name = environment.get(VARIABLE) or None
+    if name is not None and name not in FORMS:
+        raise ValueError(f"{VARIABLE}={name!r} must be one of {', '.join(FORMS)}")
+    return name
+
+
+CHOSEN = chosen(os.environ)
 
 
 def block_attention(
