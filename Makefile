@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
 PROMPT ?= Write a Python function that checks whether a word is a palindrome.
 
 .PHONY: demo test lint docs notebooks clean

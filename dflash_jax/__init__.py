@@ -5,25 +5,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dflash_jax.generation import Generation, generate, stream
-    from dflash_jax.pair import Draft, Target, load_draft, load_target
+    from dflash_jax.pair import Draft, Target, load_draft, load_target, load_tokenizer
     from dflash_jax.sampling import Sampling
+    from dflash_jax.text import Detokenizer, encode, encode_chat
 
 __version__ = "0.1.0"
 __all__ = [
+    "Detokenizer",
     "Draft",
     "Generation",
     "Sampling",
     "Target",
+    "encode",
+    "encode_chat",
     "generate",
     "load_draft",
     "load_target",
+    "load_tokenizer",
     "stream",
 ]
 # Imported when they are asked for: the command line's help needs no jax.
 _MODULES = {
-    "pair": ("Draft", "Target", "load_draft", "load_target"),
+    "pair": ("Draft", "Target", "load_draft", "load_target", "load_tokenizer"),
     "generation": ("Generation", "generate", "stream"),
     "sampling": ("Sampling",),
+    "text": ("Detokenizer", "encode", "encode_chat"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

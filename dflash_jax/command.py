@@ -66,13 +66,17 @@ def colours(stream: Any) -> bool:
 
 @contextlib.contextmanager
 def working(what: str) -> Generator[None]:
-    """Says on a terminal's stderr what is being done, for as long as it is."""
+    """Says on a terminal's stderr what is being done, and for how long, while it is."""
     if not sys.stderr.isatty():
         yield
         return
     from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
-    with Console(stderr=True).status(what):
+    columns = SpinnerColumn(), "{task.description}", TimeElapsedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as shown:
+        shown.add_task(what, total=None)
         yield
 
 

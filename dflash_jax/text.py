@@ -7,7 +7,13 @@ _INCOMPLETE = "\ufffd"  # what a tokenizer makes of bytes that are no whole char
 
 
 def encode(tokenizer: Any, prompt: str, system: str | None = None, raw: bool = False) -> list[int]:
-    """Token ids of a prompt, through the chat template unless raw.
+    """Token ids of a prompt, as `generate` takes them.
+
+    Args:
+        tokenizer: The target's; see `load_tokenizer`.
+        prompt: What the user says.
+        system: A system message before it.
+        raw: The prompt as it is, to be gone on with: no chat template, no system message.
 
     Raises:
         ValueError: If the tokenizer has no template.
@@ -21,11 +27,15 @@ def encode(tokenizer: Any, prompt: str, system: str | None = None, raw: bool = F
 def encode_chat(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     """Token ids of a conversation that is to be answered.
 
+    Args:
+        tokenizer: The target's; see `load_tokenizer`.
+        messages: `{"role": ..., "content": ...}` each, the user's last.
+
     Raises:
         ValueError: If the tokenizer has no template, or the template refuses these messages.
     """
     if tokenizer.chat_template is None:
-        raise ValueError("the target's tokenizer has no chat template; use --raw")
+        raise ValueError("the target's tokenizer has no chat template: give the prompt raw (--raw)")
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
@@ -34,6 +44,9 @@ class Detokenizer:
 
     A token of a byte-level vocabulary may end inside a character: its text is held back until the
     character is whole. Only the tokens since the last piece, and those of that piece, are decoded again.
+
+    Args:
+        tokenizer: The target's.
     """
 
     def __init__(self, tokenizer: Any):

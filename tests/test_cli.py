@@ -1,12 +1,16 @@
+import io
 import json
+import re
 import shutil
+import sys
 
 import pytest
 from fakes import byte_tokenizer
 
 from dflash_jax import bench
-from dflash_jax.cli import encode, main
+from dflash_jax.cli import main
 from dflash_jax.generation import Generation
+from dflash_jax.text import encode
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}[assistant]"
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -40,6 +44,14 @@ def test_generate_prints_the_same_text_with_and_without_the_draft(pair, capsys):
     assert status == 0
     assert text.strip()
     assert plain[:2] == (0, text)
+
+
+def test_what_stderr_says_of_an_answer_stands_behind_it(pair, monkeypatch):
+    both = io.BytesIO()  # as with 2>&1, where stdout alone waits for its buffer to fill
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(both)))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(both, write_through=True))
+    assert main(["generate", "Hello", *pair[0], "--max-new-tokens", "12", "--stats"]) == 0
+    assert re.search(r"\n12 tokens in .* ended by length\n$", both.getvalue().decode())
 
 
 def test_generate_as_json_says_what_was_done(pair, capsys):

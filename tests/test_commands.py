@@ -1,6 +1,7 @@
 """What the commands share: their examples, their end, what they show."""
 
 import importlib
+import io
 import re
 import shlex
 import subprocess
@@ -108,6 +109,17 @@ def test_a_reader_that_leaves_is_no_error():
     child.stdout.close()
     _, err = child.communicate()
     assert (child.returncode, err) == (141, b"")
+
+
+def test_a_terminal_is_told_what_is_done_and_for_how_long(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for tty in (True, False):
+        stream = io.StringIO()
+        stream.isatty = lambda tty=tty: tty
+        monkeypatch.setattr(sys, "stderr", stream)
+        with command.working("loading"):
+            pass
+        assert ("loading" in stream.getvalue(), "0:00:0" in stream.getvalue()) == (tty, tty)
 
 
 @pytest.mark.parametrize(

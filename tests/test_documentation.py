@@ -143,8 +143,9 @@ def commands(block):
     """The commands of a shell block; of an unmarked one, which may show output, those that it can tell."""
     for line in block.text.replace("\\\n", " ").splitlines():
         line = re.sub(r"^([A-Z_]+=\S* )*", "", line)  # what is set for this command
-        if line and (block.language or line.split()[0] in COMMANDS):
-            yield shlex.split(re.sub(r"\[(-[^\]]*)\]", r"\1", line), comments=True)
+        for part in re.sub(r" > \S+$", "", line).split(" | "):
+            if part and (block.language or part.split()[0] in COMMANDS):
+                yield shlex.split(re.sub(r"\[(-[^\]]*)\]", r"\1", part), comments=True)
 
 
 class Parsed(Exception):
@@ -199,6 +200,11 @@ def check_pip(*arguments):
         assert set(extras.split(",")) <= set(project["optional-dependencies"])
 
 
+def check_activate(path):
+    venv = re.search(r"^VENV := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert path == f"{venv[1]}/bin/activate"
+
+
 def check_file(*arguments):
     assert (ROOT / ".ci/run").exists()
 
@@ -209,6 +215,8 @@ COMMANDS = {
     "make": check_make,
     "pip": check_pip,
     ".ci/run": check_file,
+    "printf": lambda *arguments: None,
+    ".": check_activate,
 }
 
 

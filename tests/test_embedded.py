@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from dflash_jax import bench, generate, load_draft, load_target
-from dflash_jax.cli import encode
-from dflash_jax.pair import EMBEDDED_DRAFT, load_tokenizer
+from dflash_jax import bench, encode, generate, load_draft, load_target, load_tokenizer
+from dflash_jax.pair import EMBEDDED_DRAFT
 
 TOKENS = 32
 

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+import dflash_jax
+
 ROOT = Path(__file__).parent.parent
 MAX_FUNCTION, MAX_MODULE = 60, 450
 
@@ -30,7 +32,7 @@ ALLOWED = {
     "command": set(),
     "cli": {"bench", "checkpoint", "cli", "command", "decode", "generation", "pair", "sampling", "text"},
     "sharding": {"array_typing", "config", "cache"},
-    "__init__": {"pair", "generation", "sampling", "config"},
+    "__init__": {"pair", "generation", "sampling", "text", "config"},
 }  # fmt: skip
 SLOW_OR_OPTIONAL = {"torch", "transformers", "orbax", "gguf", "huggingface_hub", "tokenizers"}
 
@@ -108,6 +110,11 @@ def test_importing_the_package_loads_nothing_slow_or_optional():
     )
     assert "dflash_jax" in run.stdout.split()
     assert not (SLOW_OR_OPTIONAL | {"jax"}) & set(run.stdout.split())
+
+
+def test_every_public_name_is_there():
+    for name in dflash_jax.__all__:
+        assert getattr(dflash_jax, name).__name__ == name
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 
 from dflash_jax import command
 from dflash_jax.cli.options import make_parser
-from dflash_jax.text import encode
-
-__all__ = ["encode", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -35,11 +35,11 @@ def load(args: argparse.Namespace) -> tuple[Target, Any, Any]:
             raise ValueError(
                 f"--target-layer-ids {ids!r} is neither ids with commas nor default"
             ) from None
-    with command.working(f"loading the target {args.target or ''}"):
+    with command.working(f"loading the target {args.target or '(embedded)'}"):
         target = load_target(args.target, dtype=args.dtype, quantize=args.quantize)
     draft = {"none": None, "lookup": "lookup"}.get(args.draft, "")
     if draft == "":
-        with command.working(f"loading the draft {args.draft or ''}"):
+        with command.working(f"loading the draft {args.draft or '(embedded)'}"):
             draft = load_draft(args.draft, target, target_layer_ids=ids, dtype=args.dtype)
     return target, draft, load_tokenizer(target)
 
@@ -69,7 +69,7 @@ def speak(
 
     Of a round's tokens the last counts as the target's own, and those before it as drafted.
     """
-    waiting = command.working("compiling, and reading the prompt")
+    waiting = command.working("compiling (kept for the next time), and reading the prompt")
     while True:
         try:
             with waiting:

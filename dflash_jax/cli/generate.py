@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         }
         print(json.dumps(result))
     else:
-        print()
+        print(flush=True)  # before what stderr says, where both go to one place
     if args.stats:
         decoding.say_stats(out, seconds, tinted)
     return 0
