@@ -100,7 +100,8 @@ def test_a_quantised_target_computes_what_its_dequantised_weights_do(tied):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tied", "drafts"), [(jnp.float32, True, 2), (jnp.bfloat16, False, 1)]
+    ("dtype", "tied", "drafts"),
+    [(jnp.float32, True, 1), pytest.param(jnp.bfloat16, False, 2, marks=pytest.mark.slow)],
 )
 def test_drafts_change_nothing(dtype, tied, drafts):
     config = dataclasses.replace(TWO_LAYERS, tie_word_embeddings=tied)
@@ -111,8 +112,6 @@ def test_drafts_change_nothing(dtype, tied, drafts):
     assert plain.state.target.k[0].dtype == dtype
     for draft in (random_draft(ONE_LAYER, dtype=dtype), "lookup")[:drafts]:
         assert generate(target, draft, prompts, **options, block_size=4).tokens == plain.tokens
-    floats = Target(config, random_params(config, 0, dtype), (), source=Path())
-    assert generate(floats, None, prompts, **options).tokens != plain.tokens  # another target
 
 
 def test_the_decode_loop_holds_no_float_copy_of_a_matrix():
