@@ -51,7 +51,7 @@ def test_every_weight_is_within_half_a_step(scale_dtype):
     # All of the range is used, but by the row of zeros, which stays one.
     largest = np.abs(np.asarray(integers, np.int32)).max(axis=1)
     assert np.all((largest >= 126) & (largest <= 127) | (np.arange(300) == 7))
-    assert not largest[7] and not np.asarray(scale)[7]
+    assert (largest[7], np.asarray(scale)[7]) == (0, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -100,7 +100,8 @@ def test_a_quantised_target_computes_what_its_dequantised_weights_do(tied):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tied", "drafts"), [(jnp.float32, True, 2), (jnp.bfloat16, False, 1)]
+    ("dtype", "tied", "drafts"),
+    [(jnp.float32, True, 1), pytest.param(jnp.bfloat16, False, 2, marks=pytest.mark.slow)],
 )
 def test_drafts_change_nothing(dtype, tied, drafts):
     config = dataclasses.replace(TWO_LAYERS, tie_word_embeddings=tied)
@@ -111,8 +112,6 @@ def test_drafts_change_nothing(dtype, tied, drafts):
     assert plain.state.target.k[0].dtype == dtype
     for draft in (random_draft(ONE_LAYER, dtype=dtype), "lookup")[:drafts]:
         assert generate(target, draft, prompts, **options, block_size=4).tokens == plain.tokens
-    floats = Target(config, random_params(config, 0, dtype), (), source=Path())
-    assert generate(floats, None, prompts, **options).tokens != plain.tokens  # another target
 
 
 def test_the_decode_loop_holds_no_float_copy_of_a_matrix():
@@ -160,9 +159,8 @@ def test_one_matrix_is_held_at_a_time():
             yield f"{i}/weight", leaf
             del leaf
 
-    for path, _ in quantization.stream(leaves()):
-        before = held[:-1] if path.endswith("weight") else held
-        assert all(ref() is None for ref in before)
+    for _ in quantization.stream(leaves()):
+        assert all(ref() is None for ref in held[:-1])
 
 
 def test_leaves_on_a_mesh_stay_there_and_their_scales_go_there():

@@ -165,13 +165,17 @@ def _pair(max_new_tokens: int) -> argparse.ArgumentParser:
         choices=QUANTIZE,
         help="hold the target's matrices as integers of 8 bits; its answers are then the quantised target's",
     )
-    pair.add_argument(
+    _add_sampling(pair)
+    return pair
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy"
     )
-    pair.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all ids")
-    pair.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 keeps all ids")
-    pair.add_argument("--seed", type=int, default=0, metavar="S")
-    pair.add_argument(
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all ids")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 keeps all ids")
+    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument(
         "--verify", choices=VERIFY, default="coupled", help="how proposals are judged (coupled)"
     )
-    return pair
