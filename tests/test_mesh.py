@@ -149,7 +149,12 @@ def test_a_round_has_the_collectives_that_its_layout_calls_for(tmp_path, axes, s
 
 # Loading.
 
-LOADED = "targets/qwen3_moe", "targets/qwen3_sharded_bf16", "drafts/domino", "drafts/speculators_reduced_vocab"
+LOADED = (
+    "targets/qwen3_moe",
+    "targets/qwen3_sharded_bf16",
+    "drafts/domino",
+    "drafts/speculators_reduced_vocab",
+)
 
 
 def two(command, devices: int) -> list[subprocess.Popen]:
