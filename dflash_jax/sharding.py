@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.cache import KVCache
 from dflash_jax.config import TransformerConfig
@@ -199,18 +200,21 @@ def keep(cache: KVCache) -> KVCache:
     return cache.replace(**constrain({"k": cache.k, "v": cache.v}, CACHE))
 
 
-def top_k(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """`jax.lax.top_k` of `[B, T, X]` inside jit: of each device's own rows and ids, then of what they found.
+def top_k(
+    x: Float[Array, "B T X"], count: int
+) -> tuple[Float[Array, "B T {count}"], Int[Array, "B T {count}"]]:
+    """`jax.lax.top_k` inside jit: of each device's own rows and ids, then of what they found.
 
     XLA's partitioner would gather all rows and ids on every device.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return jax.lax.top_k(x, count)
+        values, ids = jax.lax.top_k(x, count)
+        return values, ids
     spec = spec_of("", x.shape, mesh, LOGITS)
     rows, whole = PartitionSpec(*spec[:1]), len(spec) < 3 or mesh.shape["model"] == 1
 
-    def local(part: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def local(part):
         values, ids = jax.lax.top_k(part, min(count, part.shape[2]))
         if whole:
             return values, ids

@@ -115,7 +115,7 @@ def test_a_step_has_the_collectives_that_it_needs(on_eight):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "parts"),
-    [(AXES, 8), ({"data": 8}, 8), ({"model": 8}, 1)],
+    [(AXES, 8), pytest.param({"data": 8}, 8, marks=pytest.mark.deep), ({"model": 8}, 1)],
     ids=["both", "data", "model"],
 )
 def test_texts_decoded_on_eight_devices_are_those_of_one(tmp_path, axes, parts):
@@ -131,7 +131,7 @@ def test_texts_decoded_on_eight_devices_are_those_of_one(tmp_path, axes, parts):
     [
         ({"data": 2, "model": 4}, (32, 48, 8, 4, 8, 152), [2, 2]),
         pytest.param({"model": 8}, (32, 48, 6, 3, 8, 152), [2], marks=pytest.mark.slow),
-        pytest.param({"data": 8}, (32, 48, 6, 3, 8, 152), [], marks=pytest.mark.slow),
+        pytest.param({"data": 8}, (32, 48, 6, 3, 8, 152), [], marks=pytest.mark.deep),
     ],
     ids=["both", "model", "data"],
 )
@@ -149,7 +149,12 @@ def test_a_round_has_the_collectives_that_its_layout_calls_for(tmp_path, axes, s
 
 # Loading.
 
-LOADED = "targets/qwen3_moe", "targets/qwen3_sharded_bf16", "drafts/domino", "drafts/speculators_reduced_vocab"
+LOADED = (
+    "targets/qwen3_moe",
+    "targets/qwen3_sharded_bf16",
+    "drafts/domino",
+    "drafts/speculators_reduced_vocab",
+)
 
 
 def two(command, devices: int) -> list[subprocess.Popen]:
