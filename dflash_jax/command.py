@@ -25,6 +25,8 @@ def run(command: Callable[[], int], interrupted: str = "interrupted") -> int:
     Returns:
         1, with one line on stderr, for a user's mistake; 130 after Ctrl-C; 141 if nobody reads stdout.
     """
+    # transformers would say on every start that torch is missing; here it only reads tokenizers.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         return command()
     except BrokenPipeError:

@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -97,6 +98,13 @@ def raising(error: BaseException):
 def test_a_command_ends_with_a_status_and_a_line(call, status, said, capsys):
     assert command.run(call, "stopped") == status
     assert capsys.readouterr().err == said
+
+
+def test_no_command_says_that_torch_is_missing(monkeypatch):
+    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+    assert command.run(lambda: int(os.environ[name])) == 1
 
 
 def test_a_reader_that_leaves_is_no_error():

@@ -17,6 +17,4 @@ def _main(argv: Sequence[str] | None) -> int:
     args = make_parser().parse_args(argv)
     if args.no_color:
         os.environ["NO_COLOR"] = "1"  # for rich too
-    # transformers would say on every start that torch is missing; here it only reads tokenizers.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     return importlib.import_module(f"dflash_jax.cli.{args.command}").run(args)
