@@ -77,6 +77,7 @@ class Sizes:
         probe: Width of the square product; what is copied, and read for a product with a vector, is 8 squares.
         sequences, length, anchors: Of a training batch.
         steps: Training steps a call.
+        embedding: The target's dtype in training. XLA's CPU backend lacks a product of bfloat16 attention.
     """
 
     models: Mapping[str, TargetConfig]
@@ -88,6 +89,7 @@ class Sizes:
     length: int
     anchors: int
     steps: int
+    embedding: str = "bfloat16"
 
 
 def qwen3(width: int, mlp: int, tied: bool, **other: Any) -> TargetConfig:
@@ -113,7 +115,7 @@ _SMALL: dict[str, Any] = dict(
 )
 TINY = Sizes(
     models={"qwen3-8b": qwen3(64, 96, tied=False, **_SMALL), "qwen3-4b": qwen3(48, 96, tied=True, **_SMALL)},
-    layers=1, used=64, loop=12, probe=64, sequences=2, length=32, anchors=4, steps=2,
+    layers=1, used=64, loop=12, probe=64, sequences=2, length=32, anchors=4, steps=2, embedding="float32",
 )  # fmt: skip
 
 
@@ -375,6 +377,7 @@ def training(sizes: Sizes, rounds: int, peak: Mapping[str, float | None]) -> dic
 
     def step(given: Any, state: TrainState) -> TrainState:
         (embedding, head), blocks = given
+        embedding = embedding.astype(sizes.embedding)
         return train_step(state, embedding, None, blocks, head=head, **options)[0]
 
     ways = {"step": looped(step, (tables, blocks), state, sizes.steps)}

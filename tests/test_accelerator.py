@@ -1,5 +1,6 @@
 """The accelerator's benchmark: what it reckons with, and that all of it runs at tiny sizes."""
 
+import dataclasses
 import json
 
 import jax
@@ -28,8 +29,14 @@ def test_a_script_is_wrong_where_a_round_is_to_end():
 @pytest.mark.parametrize(("config", "gigabytes"), [(QWEN3_8B, 15.14), (QWEN3_4B, 8.04)])
 def test_the_floor_reads_every_weight_once_and_the_cache(config, gigabytes):
     """Against the published parameter counts, without the embedding where it is not the head."""
-    assert bench.bytes_a_token(config, 0) == pytest.approx(gigabytes * 1e9, rel=1e-3)
-    assert bench.bytes_a_token(config, 1000) - bench.bytes_a_token(config, 0) == 147_456_000
+
+    def read(layers, used):
+        shallow = dataclasses.replace(config, num_hidden_layers=layers, layer_types=())
+        return bench.bytes_a_token(shallow, used)
+
+    layer = read(2, 0) - read(1, 0)
+    assert read(1, 0) + 35 * layer == pytest.approx(gigabytes * 1e9, rel=1e-3)
+    assert 36 * (read(1, 1000) - read(1, 0)) == 147_456_000
 
 
 @pytest.mark.parametrize(
