@@ -77,6 +77,7 @@ class Sizes:
         probe: Width of the square product; what is copied, and read for a product with a vector, is 8 squares.
         sequences, length, anchors: Of a training batch.
         steps: Training steps a call.
+        embedding: The target's dtype in training. XLA's CPU backend lacks a product of bfloat16 attention.
     """
 
     models: Mapping[str, TargetConfig]
@@ -88,6 +89,7 @@ class Sizes:
     length: int
     anchors: int
     steps: int
+    embedding: str = "bfloat16"
 
 
 def qwen3(width: int, mlp: int, tied: bool, **other: Any) -> TargetConfig:
@@ -109,11 +111,11 @@ FULL = Sizes(
     layers=5, used=1024, loop=64, probe=8192, sequences=2, length=768, anchors=256, steps=4,
 )  # fmt: skip
 _SMALL: dict[str, Any] = dict(
-    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=256
+    num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=256
 )
 TINY = Sizes(
     models={"qwen3-8b": qwen3(64, 96, tied=False, **_SMALL), "qwen3-4b": qwen3(48, 96, tied=True, **_SMALL)},
-    layers=1, used=64, loop=12, probe=64, sequences=2, length=32, anchors=4, steps=2,
+    layers=1, used=64, loop=12, probe=64, sequences=2, length=32, anchors=4, steps=2, embedding="float32",
 )  # fmt: skip
 
 
@@ -153,13 +155,13 @@ def random_weights(config: TargetConfig | DraftConfig, key: jax.Array) -> dict[s
 
 
 def committed(rounds: int, seed: int) -> list[int]:
-    """Tokens that each of `rounds` rounds is to commit: `COMMITTED` in its parts, its mean raised to `TAU`."""
+    """Tokens that each of `rounds` rounds is to commit: spread as `COMMITTED`, some one more for a mean of `TAU`."""
     ends = np.cumsum(COMMITTED) / sum(COMMITTED)
     counts = 1 + np.searchsorted(ends, (np.arange(rounds) + 0.5) / rounds)
-    while counts.sum() < round(TAU * rounds):
-        missing = round(TAU * rounds) - counts.sum()
-        counts[np.flatnonzero(counts < BLOCK)[:missing]] += 1
-    return np.random.default_rng(seed).permutation(counts).tolist()
+    rng = np.random.default_rng(seed)
+    raised = rng.choice(np.flatnonzero(counts < BLOCK), round(TAU * rounds) - counts.sum(), False)
+    counts[raised] += 1
+    return rng.permutation(counts).tolist()
 
 
 def script(counts: Sequence[int], used: int, size: int, token: int) -> np.ndarray:
@@ -196,7 +198,7 @@ def decoding(
         counts: What each row is to commit in each round; checked once.
     """
     rows, rounds, held = len(counts), len(counts[0]), [state]
-    length = np.asarray(state.length)
+    length = np.array(state.length)  # a copy: the state is donated
 
     def call() -> Any:
         state = decode(models, params, held[0], np.int32(rounds))
@@ -375,6 +377,7 @@ def training(sizes: Sizes, rounds: int, peak: Mapping[str, float | None]) -> dic
 
     def step(given: Any, state: TrainState) -> TrainState:
         (embedding, head), blocks = given
+        embedding = embedding.astype(sizes.embedding)
         return train_step(state, embedding, None, blocks, head=head, **options)[0]
 
     ways = {"step": looped(step, (tables, blocks), state, sizes.steps)}
