@@ -4,7 +4,7 @@
 
 The embedded target in float32 with a draft of three layers and random weights, of which hardly a proposal is
 accepted, so that both run a round a token; their tokens must be equal. Runs of 16 rounds alternate behind the same prompt,
-whose reading is not counted; torch has the better of one and two threads. Needs torch, accelerate and
+whose reading is not counted, half a second apart; torch has the better of one and two threads. Needs torch, accelerate and
 `pip install --no-deps dflash==0.1.0`. Writes `benchmarks/results/against_torch.json`.
 """
 
@@ -31,6 +31,7 @@ from dflash_jax.pair import Draft, Target, embedded_target, load_target
 from dflash_jax.states import PREFILL_CHUNK, capacity, new_draft_cache, new_state
 
 ROUNDS = 16
+PAUSE = 0.5  # seconds; torch's threads spin on for a while behind its last operation
 Run = Callable[[], tuple[list[int], list[float]]]
 """Generates; gives the tokens and the seconds of each round."""
 
@@ -88,6 +89,7 @@ def measure(own: Run, other: Run, repeats: int) -> dict[str, Any]:
         for way, values in seconds.items():
             if way != "ours":
                 torch.set_num_threads(int(way.split()[1]))
+            time.sleep(PAUSE)
             found[way], each = (own if way == "ours" else other)()
             if n >= 0:
                 values.append(statistics.median(each))
@@ -114,8 +116,9 @@ def main() -> None:
     draft = random_draft(target, BLOCK)
     their_target = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        save_draft(Path(folder), draft.config, draft.params, dtype="float32")
-        their_draft = DFlashDraftModel.from_pretrained(folder, dtype=torch.float32).eval()
+        saved = Path(folder) / "draft"
+        save_draft(saved, draft.config, draft.params, dtype="float32")
+        their_draft = DFlashDraftModel.from_pretrained(saved, dtype=torch.float32).eval()
     results = {}
     for used in args.used:
         prompt = np.random.default_rng(used).integers(20, 20_000, used).tolist()

@@ -152,6 +152,7 @@ def prefill(
         chunk: Tokens a chunk.
     """
     length = state.length
+    forward = jax.jit(target.forward)  # traced once, for its shapes and for the loop
 
     def cond(carry):
         cache, _, _ = carry
@@ -160,9 +161,7 @@ def prefill(
     def step(carry):
         cache, context_cache, last = carry
         start = cache.length
-        hidden, context, cache = target.forward(
-            params, read_rows(state.tokens, start, chunk), cache
-        )
+        hidden, context, cache = forward(params, read_rows(state.tokens, start, chunk), cache)
         count = jnp.clip(length - start, 0, chunk)
         if draft is not None:
             context_cache = draft.extend(params, context, context_cache)
@@ -174,8 +173,8 @@ def prefill(
         last = jnp.where(ends[None, :, None], state_at_end, last)
         return cache.replace(length=start + count), context_cache, last
 
-    hidden, _, _ = jax.eval_shape(target.forward, params, state.tokens[:, :1], state.target)
-    last = jnp.zeros(hidden.shape, hidden.dtype)
+    hidden, _, _ = jax.eval_shape(forward, params, state.tokens[:, :chunk], state.target)
+    last = jnp.zeros((*hidden.shape[:2], 1), hidden.dtype)
     pending = (state.target.length < length) & (state.finish == RUNNING)
     cache, context_cache, last = jax.lax.while_loop(cond, step, (state.target, state.draft, last))
     predicted = sample(target.logits(params, last), state.sampling, length[:, None])

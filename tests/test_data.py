@@ -1,3 +1,6 @@
+import importlib
+import sys
+
 import numpy as np
 import pytest
 
@@ -126,3 +129,10 @@ def test_load_examples_reads_all_shards_in_order_and_names_an_empty_folder(tmp_p
     write_shard(tmp_path, 1, [example(4, start=20)], (1, 3))
     write_shard(tmp_path, 0, [example(3), example(5, start=10)], (1, 3))
     assert [e.id for e in load_examples(tmp_path, (1, 3))] == ["e0", "e10", "e20"]
+
+
+def test_what_to_install_is_said_where_training_is_not(monkeypatch):
+    monkeypatch.setitem(sys.modules, "grain", None)
+    monkeypatch.delitem(sys.modules, "train.data")
+    with pytest.raises(ModuleNotFoundError, match=r"training needs grain: .*\[train\]"):
+        importlib.import_module("train.data")

@@ -115,7 +115,11 @@ def test_a_step_has_the_collectives_that_it_needs(on_eight):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "parts"),
-    [(AXES, 8), pytest.param({"data": 8}, 8, marks=pytest.mark.deep), ({"model": 8}, 1)],
+    [
+        (AXES, 8),
+        pytest.param({"data": 8}, 8, marks=pytest.mark.deep),
+        pytest.param({"model": 8}, 1, marks=pytest.mark.deep),
+    ],
     ids=["both", "data", "model"],
 )
 def test_texts_decoded_on_eight_devices_are_those_of_one(tmp_path, axes, parts):
@@ -130,7 +134,7 @@ def test_texts_decoded_on_eight_devices_are_those_of_one(tmp_path, axes, parts):
     ("axes", "shape", "sums"),
     [
         ({"data": 2, "model": 4}, (32, 48, 8, 4, 8, 152), [2, 2]),
-        pytest.param({"model": 8}, (32, 48, 6, 3, 8, 152), [2], marks=pytest.mark.slow),
+        pytest.param({"model": 8}, (32, 48, 6, 3, 8, 152), [2], marks=pytest.mark.deep),
         pytest.param({"data": 8}, (32, 48, 6, 3, 8, 152), [], marks=pytest.mark.deep),
     ],
     ids=["both", "model", "data"],

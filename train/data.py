@@ -6,11 +6,15 @@ import zlib
 from collections.abc import Sequence
 
 import numpy as np
-from grain import MapDataset
 from jaxtyping import Bool, Int, Shaped, UInt32
 
 from train.packing import lay_out
 from train.store import Example
+
+try:
+    from grain import MapDataset
+except ModuleNotFoundError as e:
+    raise ModuleNotFoundError(f'training needs {e.name}: pip install -e ".[train]"') from e
 
 
 @dataclasses.dataclass(frozen=True)
