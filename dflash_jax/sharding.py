@@ -188,8 +188,10 @@ def gather_features(x: jax.Array) -> jax.Array:
     """A divided product's result `[D, B, T]`, inside jit, with all its features on every device.
 
     Left divided, every sum over them behind it would be divided too; asked for whole alone, XLA gathers
-    the product's weights instead.
+    the product's weights instead. Of several processes XLA places it, as in `keep`.
     """
+    if jax.process_count() > 1:
+        return x
     return constrain(constrain(x, FEATURES), STATES)
 
 
@@ -205,10 +207,11 @@ def top_k(
 ) -> tuple[Float[Array, "B T {count}"], Int[Array, "B T {count}"]]:
     """`jax.lax.top_k` inside jit: of each device's own rows and ids, then of what they found.
 
-    XLA's partitioner would gather all rows and ids on every device.
+    XLA's partitioner would gather all rows and ids on every device; of several processes, each of which
+    reads the results of all rows, that is what is wanted.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if mesh.empty or jax.process_count() > 1:
         values, ids = jax.lax.top_k(x, count)
         return values, ids
     spec = spec_of("", x.shape, mesh, LOGITS)

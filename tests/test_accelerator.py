@@ -62,7 +62,7 @@ def test_the_bars_are_printed_beside_what_was_measured():
     ]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_all_of_it_runs_at_tiny_sizes_and_leaves_nothing_behind(capsys):
     before = {id(x) for x in jax.live_arrays()}
     bench.main(["--tiny", "--rounds", "1", "--only", "qwen3-8b", "training"])

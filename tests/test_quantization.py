@@ -101,7 +101,7 @@ def test_a_quantised_target_computes_what_its_dequantised_weights_do(tied):
 
 @pytest.mark.parametrize(
     ("dtype", "tied", "drafts"),
-    [(jnp.float32, True, 1), pytest.param(jnp.bfloat16, False, 2, marks=pytest.mark.slow)],
+    [(jnp.float32, True, 1), pytest.param(jnp.bfloat16, False, 2, marks=pytest.mark.deep)],
 )
 def test_drafts_change_nothing(dtype, tied, drafts):
     config = dataclasses.replace(TWO_LAYERS, tie_word_embeddings=tied)
