@@ -1,8 +1,8 @@
 """Tables and pictures of the committed results; writes README.md's tables between their marks.
 
-    python -m benchmarks.report [--check]
+    python -m benchmarks.report
 
-With `--check` nothing is written, and README.md must already say what the results say. Pictures need matplotlib.
+Pictures need matplotlib.
 """
 
 import argparse
@@ -160,16 +160,9 @@ PANELS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    args = parser.parse_args()
-    tables, text = measured(), README.read_text()
-    new = filled(text, tables)
-    if args.check:
-        if new != text:
-            parser.exit(1, "README.md is not what the results say: python -m benchmarks.report\n")
-        return
-    README.write_text(new)
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
+    tables = measured()
+    README.write_text(filled(README.read_text(), tables))
     print("\n\n".join(tables.values()))
     if result := load("decoding"):
         draw(result)
