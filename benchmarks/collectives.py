@@ -145,9 +145,9 @@ def reasons(target: TargetConfig, draft: DraftConfig, mesh: Mesh) -> list[Reason
     rows = math.prod(mesh.shape.values()) > mesh.shape["model"]
     table = int(divided(target, "embed_tokens/weight"))
     found = [
-        Reason("target's layers", "all-reduce", r"^Transformer/layers_\d+\..*/o_proj/", sums(target, "self_attn/o_proj"),
+        Reason("target's layers", "all-reduce", r"^Transformer/.*layers_\d+\..*/o_proj/", sums(target, "self_attn/o_proj"),
                "a sum over each device's heads, once a layer"),
-        Reason("target's layers", "all-reduce", r"^Transformer/layers_\d+\..*/down_proj/", sums(target, "mlp/down_proj"),
+        Reason("target's layers", "all-reduce", r"^Transformer/.*layers_\d+\..*/down_proj/", sums(target, "mlp/down_proj"),
                "a sum over each device's MLP features, once a layer"),
         Reason("target's embedding", "all-reduce", r"^Transformer/.*embed_tokens/gather", table,
                "each device has some ids' rows"),

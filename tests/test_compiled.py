@@ -129,6 +129,19 @@ def test_a_run_never_talks_to_the_host(block_size):
         assert word not in text
 
 
+def test_layers_of_a_kind_are_lowered_once():
+    """Tracing is most of a warm start: the program's text must not grow by a layer's products."""
+
+    def products(layers):
+        config = dataclasses.replace(TARGET, num_hidden_layers=layers, layer_types=())
+        target = random_target(config)
+        models, params = bind(target, None)
+        state = new_state(target, [[1]], [1], (), 256)
+        return decode.lower(models, params, state, np.int32(1)).as_text().count("dot_general")
+
+    assert products(4) == products(2)
+
+
 def test_the_donated_state_is_gone_after_the_call():
     decoder = Decoder(random_target(), random_draft(), 4)
     fresh = new_state(decoder.target, prompts_of(3, 4), [9, 9], (), 64)

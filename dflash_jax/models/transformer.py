@@ -132,6 +132,21 @@ class DecoderLayer(nn.Module):
         x = x + self.self_attn.o_proj(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
+    @nn.jit  # layers of one kind are traced and lowered once; XLA inlines them
+    def __call__(
+        self,
+        x: at.Hidden,
+        table: at.RopeTable,
+        k: at.KeyValues,
+        v: at.KeyValues,
+        length: at.Rows,
+        mask: at.Mask,
+    ) -> tuple[at.Hidden, at.KeyValues, at.KeyValues]:
+        """The layer over a cache's keys and values, which come back with T rows written at `length`."""
+        q, new_k, new_v = self.project(x, table)
+        k, v = write_keys_values(k, new_k, length), write_keys_values(v, new_v, length)
+        return self.finish(x, attention(q, k, v, mask)), k, v
+
 
 class Embedding(nn.Module):
     """The token table `[V, D]`, also the head's weight when tied."""
@@ -206,10 +221,9 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         taps, keys, values = {}, [], []
         for i, layer in enumerate(self.layers):
-            q, k, v = layer.project(x, table)
-            keys.append(write_keys_values(cache.k[i], k, cache.length))
-            values.append(write_keys_values(cache.v[i], v, cache.length))
-            x = layer.finish(x, attention(q, keys[i], values[i], masks[c.window(i)]))
+            x, k, v = layer(x, table, cache.k[i], cache.v[i], cache.length, masks[c.window(i)])
+            keys.append(k)
+            values.append(v)
             if i in self.target_layer_ids:
                 taps[i] = x
         hidden = self.norm(x)
