@@ -7,7 +7,7 @@ import pytest
 from fakes import assemble
 from safetensors.numpy import load_file
 
-from dflash_jax.checkpoint import keys
+from dflash_jax.checkpoint import keys, values
 from dflash_jax.config import DraftConfig, TargetConfig
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -119,7 +119,7 @@ def test_one_error_names_every_unknown_missing_duplicated_and_misshapen_tensor(t
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize(
     "largest",
-    [lambda x: keys._largest(np.asarray(x)), keys._largest_on_device],
+    [lambda x: values.largest(np.asarray(x)), values.largest_on_device],
     ids=["host", "device"],
 )
 def test_one_nan_among_many_is_found_on_the_host_and_on_devices(largest, dtype):

@@ -18,6 +18,7 @@ from dflash_jax.checkpoint.files import one_line
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # fmt: skip
 _STRING, _ARRAY = 8, 9
+_JOINED = 2**13  # elements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,4 +191,7 @@ def load(file: File, tensor: Tensor) -> np.ndarray:
         return rows.view(np.float32)
     if kind == gguf.GGMLQuantizationType.F16:
         return rows.view(np.float16).astype(np.float32)
-    return gguf.dequantize(rows, kind).astype(np.float32, copy=False)
+    # gguf takes 16 rows at a time, which is little work of short rows: joined, they take half the time.
+    joined = math.gcd(len(data) // rows.shape[-1], 1 << (_JOINED // tensor.shape[-1]).bit_length())
+    values = gguf.dequantize(rows.reshape(-1, joined * rows.shape[-1]), kind)
+    return values.reshape(tensor.shape).astype(np.float32, copy=False)

@@ -6,7 +6,6 @@ prefix is dropped, and flat drafts have none. The exception are experts, whose t
 
 import dataclasses
 import functools
-import hashlib
 import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,13 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from dflash_jax import array_typing as at
 from dflash_jax.cache import KVCache
+from dflash_jax.checkpoint import values
 from dflash_jax.checkpoint.experts import Stacks, split_fused, tensor_shapes
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.models.draft import DFlashDraftModel
@@ -33,7 +32,6 @@ BUFFER = "rotary_emb.inv_freq"  # follows from the config
 UNTIED = "lm_head.weight differs from the embedding, but the config has tie_word_embeddings true"
 # Where a leaf goes; a function is given its path and shape.
 Placement = Sharding | Callable[[str, tuple[int, ...]], Sharding] | None
-_FLOATS = (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 def path_of(name: str) -> str:
@@ -133,8 +131,11 @@ def sharding_of(path: str, shape: tuple[int, ...], placement: Placement) -> Shar
 
 def _put(path: str, leaf: Any, placement: Placement) -> jax.Array:
     place = sharding_of(path, leaf.shape, placement)
-    if place is None or isinstance(leaf, jax.Array):
-        return jnp.asarray(leaf)
+    if isinstance(leaf, jax.Array):
+        return leaf
+    if place is None:
+        # Not `asarray`, which compiles a program for every shape and copies twice.
+        return jax.device_put(leaf, may_alias=False)
     # Each process puts its own part.
     return jax.make_array_from_callback(leaf.shape, place, lambda index: leaf[index])
 
@@ -330,12 +331,14 @@ class Audit:
     def accepts(self, name: str, path: str, value: Any) -> bool:
         """Whether the tree takes this tensor; if not, the reason is noted."""
         if self.tied and path in (EMBEDDING, HEAD) and path not in self.digests:
-            self.digests[path] = _digest(value)
+            self.digests[path] = values.digest(value)
             if path == HEAD:
                 return False
         if not self.fits(name, path, value.shape):
             return False
-        return self.holds(name, value, integer_fault if path == OFFSETS else value_fault)
+        return self.holds(
+            name, value, values.integer_fault if path == OFFSETS else values.value_fault
+        )
 
     def holds(self, name: str, value: Any, fault_of: Callable[[Any], str | None]) -> bool:
         fault = fault_of(value)
@@ -384,67 +387,3 @@ def refuse(source: object, faults: list[Fault], before: str = "", after: str = "
     if faults:
         said = "; ".join(" ".join(fault.said.split()) for fault in faults)
         raise ValueError(f"{source}: {before}{said}{after}")
-
-
-def value_fault(value: Any) -> str | None:
-    """What makes an array unusable as a parameter."""
-    if fault := float_fault(value):
-        return fault
-    if isinstance(value, jax.Array) and not _on_host(value):
-        largest = _largest_on_device(value)
-    else:
-        largest = _largest(np.asarray(value))
-    if not np.isfinite(largest):
-        return "holds NaN or infinities"
-    if value.ndim > 1 and not largest:
-        return "is all zeros, so it was never initialised"
-    return None
-
-
-def _largest(value: np.ndarray, size: int = 2**18) -> np.ndarray:
-    """The greatest magnitude; NaN is greater than infinity.
-
-    Magnitudes are in the order of their bits, and integers are compared 9 times as fast as bfloat16;
-    in pieces that stay in a core's cache.
-    """
-    kind = np.dtype(f"u{value.dtype.itemsize}")
-    bits = np.ascontiguousarray(value).reshape(-1).view(kind)
-    magnitude = kind.type(np.iinfo(kind).max >> 1)
-    tops = [(bits[i : i + size] & magnitude).max() for i in range(0, len(bits), size)]
-    return np.array(max(tops, default=0), kind).view(value.dtype)
-
-
-def _on_host(value: jax.Array) -> bool:
-    """Whether numpy sees the array without a copy."""
-    return [device.platform for device in value.devices()] == ["cpu"]
-
-
-@jax.jit
-def _largest_on_device(value: jax.Array) -> jax.Array:
-    """`_largest` where the array is, sharded or not.
-
-    By the bits here too: a maximum of floats may skip NaN on the CPU (see `sampling.argmax`).
-    """
-    bits = jax.lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
-    magnitudes = bits & (jnp.iinfo(bits.dtype).max >> 1)
-    return jax.lax.bitcast_convert_type(jnp.max(magnitudes, initial=0), value.dtype)
-
-
-def float_fault(value: Any) -> str | None:
-    """What makes an array unusable as weights, by its dtype alone."""
-    if value.dtype not in _FLOATS:
-        return f"holds {value.dtype}, not floats"
-    return None
-
-
-def integer_fault(value: Any) -> str | None:
-    """What makes an array unusable as ids."""
-    if value.dtype not in (np.int32, np.int64):
-        return f"holds {value.dtype}, not integers"
-    return None
-
-
-def _digest(value: np.ndarray) -> bytes:
-    digest = hashlib.sha256(f"{value.dtype}{value.shape}".encode())
-    digest.update(np.ascontiguousarray(value).view(np.uint8).data)
-    return digest.digest()

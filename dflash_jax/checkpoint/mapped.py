@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from dflash_jax.checkpoint import keys
+from dflash_jax.checkpoint import keys, values
 from dflash_jax.checkpoint.experts import paths_of_stacks, split_fused, tensor_shapes
 from dflash_jax.config import DraftConfig, TargetConfig
 
@@ -119,7 +119,7 @@ def _leaves(
             found[path] = value
         elif audit.fits(name, path, value.shape):
             audit.holds(
-                name, value, keys.integer_fault if path == keys.OFFSETS else keys.float_fault
+                name, value, values.integer_fault if path == keys.OFFSETS else values.float_fault
             )
             found[path] = value
     audit.refuse(source, lambda path: keys.name_of(path, keys.prefix_of(expected)))

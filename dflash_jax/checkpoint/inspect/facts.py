@@ -10,6 +10,7 @@ import numpy as np
 
 from dflash_jax.checkpoint import gguf, hf, keys, orbax
 from dflash_jax.checkpoint.files import TensorInfo, one_line, pad_id, understand
+from dflash_jax.checkpoint.values import value_fault
 from dflash_jax.checkpoint.wrappers import read_target_tensors
 from dflash_jax.config import DraftConfig, TargetConfig
 from dflash_jax.config.dialects import is_nested
@@ -184,7 +185,7 @@ def _faults(
     if config is not None:
         return tuple(keys.find_faults(tensors, config, shapes))
     floats = ((name, value) for name, value in tensors if value.dtype.kind not in "iub")
-    found = ((name, value.shape, keys.value_fault(value)) for name, value in floats)
+    found = ((name, value.shape, value_fault(value)) for name, value in floats)
     return tuple(
         keys.Fault("values", name, f"{name} {list(shape)} {fault}")
         for name, shape, fault in found
