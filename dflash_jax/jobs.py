@@ -255,13 +255,16 @@ def _lengths(state: State | None, prompts: int) -> list[int]:
     return np.asarray(state.length).tolist()
 
 
+_folded = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))  # one program, not one for each step
+
+
 def _keys(key: jax.Array | None, prompts: int) -> jax.Array:
     """A key a prompt."""
     key = jax.random.key(0) if key is None else key
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise ValueError(f"key has dtype {key.dtype}; make it with jax.random.key")
     if key.ndim == 0:
-        return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(prompts))
+        return _folded(key, np.arange(prompts))
     if key.shape != (prompts,):
         raise ValueError(f"key has shape {key.shape}; give one key, or one a prompt: ({prompts},)")
     return key

@@ -59,11 +59,18 @@ def row_sampling(sampling: Sequence[Sampling], keys: jax.Array | None, rows: int
     if not sampling:
         sampling = [Sampling()] * rows
     return RowSampling(
-        temperature=jnp.array([s.temperature for s in sampling], jnp.float32),
-        top_k=jnp.array([s.top_k for s in sampling], jnp.int32),
-        top_p=jnp.array([s.top_p for s in sampling], jnp.float32),
+        **_put(
+            temperature=np.array([s.temperature for s in sampling], np.float32),
+            top_k=np.array([s.top_k for s in sampling], np.int32),
+            top_p=np.array([s.top_p for s in sampling], np.float32),
+        ),
         key=jax.random.split(jax.random.key(0), rows) if keys is None else jnp.copy(keys),
     )
+
+
+def _put(**arrays: np.ndarray) -> dict[str, jax.Array]:
+    """Arrays on the device without a program for each; copies, as a state is donated."""
+    return jax.device_put(arrays, may_alias=False)
 
 
 def new_state(
@@ -84,15 +91,16 @@ def new_state(
     cache = KVCache.zeros(
         c.num_hidden_layers, B, c.num_key_value_heads, size, c.head_dim, target.dtype
     )
-    # Donated, so no two arrays may share a buffer: `array` copies, where `asarray` may not.
     return State(
-        tokens=jnp.array(tokens),
-        length=jnp.array(length),
-        limit=jnp.array(length + np.asarray(max_new_tokens, np.int32)),
-        stop_ids=jnp.array(padded_stop_ids(stop_token_ids, B)),
-        finish=jnp.full((B,), RUNNING, jnp.int32),
-        rounds=jnp.zeros((B,), jnp.int32),
-        committed=jnp.zeros((B, size), jnp.int32),
+        **_put(
+            tokens=tokens,
+            length=length,
+            limit=length + np.asarray(max_new_tokens, np.int32),
+            stop_ids=padded_stop_ids(stop_token_ids, B),
+            finish=np.full((B,), RUNNING, np.int32),
+            rounds=np.zeros((B,), np.int32),
+            committed=np.zeros((B, size), np.int32),
+        ),
         sampling=row_sampling(sampling, keys, B),
         target=_placed(cache),
         draft=None,
