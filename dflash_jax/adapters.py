@@ -137,7 +137,7 @@ def bind(
     Args:
         draft: "lookup" drafts from the text alone, without a model.
         lookup: Lets what the text itself suggests take the place of the draft's proposals.
-        adapt_width: Drafts and reads smaller blocks while few proposals are accepted.
+        adapt_width: Drafts and reads smaller blocks, or none, while few proposals are accepted.
 
     Raises:
         ValueError: If `block_size` is not in [1, what the draft was trained for], which is one more
@@ -171,6 +171,6 @@ def bind(
 
 
 def block_widths(block_size: int, adapt: bool) -> tuple[int, ...]:
-    """Powers of two from 2 on, and the block size; none without adaptation."""
-    powers = [1 << i for i in range(1, block_size.bit_length()) if 1 << i < block_size]
+    """Powers of two from 1 on, and the block size; none without adaptation."""
+    powers = [1 << i for i in range(block_size.bit_length()) if 1 << i < block_size]
     return (*powers, block_size) if adapt else ()

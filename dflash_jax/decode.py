@@ -71,8 +71,8 @@ class Models:
         draft: The draft's functions, or None for plain decoding.
         block_size: Q: tokens the target reads a round.
         verify: How proposals are judged.
-        widths: Ascending block sizes from 2 on, of which a round takes the one that recent acceptance
-            calls for (see `choose_width`); the last is Q. Empty: always Q.
+        widths: Ascending block sizes, of which a round takes the one that recent acceptance calls for
+            (see `choose_width`); the last is Q. Empty: always Q.
     """
 
     target: TargetFns
@@ -86,9 +86,9 @@ class Models:
             raise ValueError(f"{self.block_size=} must be at least 1")
         ascending = list(self.widths) == sorted(set(self.widths))
         if self.widths and not (
-            ascending and self.widths[0] > 1 and self.widths[-1] == self.block_size
+            ascending and self.widths[0] >= 1 and self.widths[-1] == self.block_size
         ):
-            raise ValueError(f"{self.widths=} must ascend from 2 or more to {self.block_size=}")
+            raise ValueError(f"{self.widths=} must ascend from 1 or more to {self.block_size=}")
 
 
 @no_type_check  # JAX rebuilds it around shapes and shardings too
@@ -236,14 +236,14 @@ def decode_round(models: Models, params: Any, state: State, width: int | None = 
     """Drafts, verifies and commits one block of every running row.
 
     Args:
-        width: The round's block size, at most Q; default Q.
+        width: The round's block size, at most Q; default Q. One drafts nothing.
 
     Source: arXiv 2602.06036, section 3; dflash 0.1.0 `dflash_generate`.
     """
     B, Q = len(state.length), width or models.block_size
     anchor, draft = state.length - 1, state.draft
     proposals = Proposals(jnp.zeros((B, 0), jnp.int32))
-    if models.draft is not None:
+    if models.draft is not None and Q > 1:
         pick = Picker(state.sampling, anchor, models.verify)
         proposals, draft = models.draft.propose(params, state.tokens, draft, Q, pick)
         chex.assert_shape(proposals.tokens, (B, Q - 1))
@@ -267,19 +267,22 @@ def decode_round(models: Models, params: Any, state: State, width: int | None = 
 
 
 RECENT = 3  # rounds
+PROBE = 4  # rounds from one try of the draft to the next while nothing is accepted
 
 
 def choose_width(state: State, widths: tuple[int, ...]) -> Int[Array, ""]:
     """Index of the narrowest width above what any running row committed in its last `RECENT` rounds.
 
     So a row that accepts all that it is given gets a wider block in the next round; rows with fewer
-    rounds behind them get all.
+    rounds behind them get all. While no row accepts anything, the draft is asked every `PROBE` rounds.
     """
+    running = state.finish == RUNNING
     start = jnp.maximum(state.rounds - RECENT, 0)
     most = read_rows(state.committed, start, RECENT).max(axis=1)
     wanted = jnp.where(state.rounds < RECENT, widths[-1], most + 1)
-    wanted = jnp.where(state.finish == RUNNING, wanted, 0).max()
-    return jnp.sum(wanted > jnp.array(widths[:-1]))
+    wanted = jnp.where(running, wanted, 0).max()
+    rests = (wanted == 2) & (jnp.where(running, state.rounds, 0).max() % PROBE != 0)
+    return jnp.sum(jnp.where(rests, 1, wanted) > jnp.array(widths[:-1]))
 
 
 def commit(

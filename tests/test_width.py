@@ -17,8 +17,8 @@ from dflash_jax.decode import LENGTH, RUNNING, Models, choose_width, decode
 from dflash_jax.states import new_draft_cache, new_state
 
 PROMPTS = prompts_of(4, 30)
-WIDTHS = (2, 4, 8)
-FEW = (2, 4)  # each width is compiled
+WIDTHS = (1, 2, 4, 8)
+FEW = (1, 2, 4)  # each width is compiled
 
 
 def state_after(committed, finish=None):
@@ -39,13 +39,16 @@ def state_after(committed, finish=None):
     [
         ([[]], 8),
         ([[1, 1]], 8),  # too few rounds to judge
-        ([[1, 1, 1]], 2),
-        ([[8, 8, 1, 1, 1]], 2),
+        ([[1, 1, 1]], 1),
+        ([[8, 8, 1, 1, 1]], 1),
+        ([[1, 1, 1, 1]], 2),  # is the draft still wrong?
+        ([[1, 1, 1, 1, 1, 1, 1, 1]], 2),
         ([[1, 2, 1]], 4),  # two of two slots: give it more
         ([[1, 1, 3]], 4),
         ([[4, 1, 1]], 8),
         ([[8, 8, 8]], 8),
         ([[1, 1, 1], [1, 4, 1]], 8),  # the widest row decides
+        ([[1, 1, 1, 1], [1, 1, 1, 1, 1]], 1),  # the row with most rounds says when to ask again
     ],
 )
 def test_the_width_follows_recent_acceptance(committed, width):
@@ -54,6 +57,11 @@ def test_the_width_follows_recent_acceptance(committed, width):
 
 def test_rows_that_have_ended_have_no_say():
     state = state_after([[1, 1, 1], [8, 8, 8]], [RUNNING, LENGTH])
+    assert WIDTHS[int(choose_width(state, WIDTHS))] == 1
+
+
+def test_rows_that_have_ended_do_not_keep_the_draft_from_being_asked():
+    state = state_after([[1, 1, 1, 1], [1, 1, 1, 1, 1]], [RUNNING, LENGTH])
     assert WIDTHS[int(choose_width(state, WIDTHS))] == 2
 
 
@@ -83,8 +91,8 @@ def test_a_draft_that_is_right_for_a_while_gets_its_width_back():
     state = decode(models, decoder.params(script), start, np.int32(1000))
     assert state.tokens[0, 4:64].tolist() == text
     rounds = state.committed[0, : int(state.rounds[0])].tolist()
-    assert rounds[:19] == [1] * 19
-    assert rounds[19:24] == [2, 4, 4, 4, 4]
+    assert rounds[:20] == [1] * 20  # the token behind the wrong ones comes without the draft
+    assert rounds[20:25] == [2, 4, 4, 4, 4]
 
 
 def test_a_narrow_round_drafts_no_more_than_it_reads():
@@ -120,14 +128,16 @@ def test_the_choice_copies_no_cache(rows):
     check_copies(decode.lower(models, *shapes).compile(), state, kinds=2)
 
 
-@pytest.mark.parametrize(("block_size", "widths"), [(2, (2,)), (5, (2, 4, 5)), (8, (2, 4, 8))])
+@pytest.mark.parametrize(
+    ("block_size", "widths"), [(2, (1, 2)), (5, (1, 2, 4, 5)), (8, (1, 2, 4, 8))]
+)
 def test_widths_are_powers_of_two_up_to_the_block(block_size, widths):
     assert block_widths(block_size, True) == widths
     assert block_widths(block_size, False) == ()
 
 
-@pytest.mark.parametrize("widths", [(4, 2, 8), (2, 4), (2, 2, 8), (1, 8)])
+@pytest.mark.parametrize("widths", [(4, 2, 8), (2, 4), (2, 2, 8), (0, 8)])
 def test_widths_ascend_to_the_block_size(widths):
     decoder = Decoder(random_target())
-    with pytest.raises(ValueError, match="must ascend from 2"):
+    with pytest.raises(ValueError, match="must ascend from 1"):
         Models(decoder.models.target, None, 8, widths=widths)
