@@ -3,13 +3,17 @@
     python -m benchmarks.against_torch [--repeats 5] [--used 256 4096]
 
 The embedded target in float32 with a draft of three layers and random weights, of which hardly a proposal is
-accepted, so that both run a round a token; their tokens must be equal. Runs of 16 rounds alternate behind the same prompt,
-whose reading is not counted, half a second apart; torch has the better of one and two threads. Needs torch, accelerate and
-`pip install --no-deps dflash==0.1.0`. Writes `benchmarks/results/against_torch.json`.
+accepted, so that both run a round a token; their tokens must be equal. Each has a process of its own, as its users have
+it. Runs of 16 rounds alternate behind the same prompt, whose reading is not counted, half a second apart; torch has the
+better of one and two threads. Needs torch, accelerate and `pip install --no-deps dflash==0.1.0`. Writes `benchmarks/results/against_torch.json`.
 """
 
 import argparse
+import concurrent.futures
+import functools
+import importlib.metadata
 import json
+import multiprocessing
 import statistics
 import tempfile
 import time
@@ -32,8 +36,9 @@ from dflash_jax.states import PREFILL_CHUNK, capacity, new_draft_cache, new_stat
 
 ROUNDS = 16
 PAUSE = 0.5  # seconds; torch's threads spin on for a while behind its last operation
-Run = Callable[[], tuple[list[int], list[float]]]
+Run = Callable[..., tuple[list[int], list[float]]]
 """Generates; gives the tokens and the seconds of each round."""
+_theirs: dict[str, Any] = {}  # the models, in torch's process
 
 
 def ours(target: Target, draft: Draft | None, prompt: list[int]) -> Run:
@@ -56,43 +61,54 @@ def ours(target: Target, draft: Draft | None, prompt: list[int]) -> Run:
     return run
 
 
-def theirs(target: Any, draft: Any, prompt: list[int]) -> Run:
+def load_theirs(path: Path, draft: Path) -> None:
+    """Reads both models, in torch's process."""
+    import torch
+    from dflash.model import DFlashDraftModel
+    from transformers import AutoModelForCausalLM
+
+    warnings.simplefilter("ignore")  # dflash calls transformers by names that it deprecates
+    dtype = torch.float32
+    target = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=dtype)
+    _theirs.update(target=target.eval(), calls=[])
+    _theirs["draft"] = DFlashDraftModel.from_pretrained(draft, dtype=dtype).eval()
+    target.register_forward_pre_hook(lambda *_: _theirs["calls"].append(time.perf_counter()))
+
+
+def theirs(drafts: bool, prompt: list[int], threads: int) -> tuple[list[int], list[float]]:
     """dflash's generation, or transformers' without a draft; a round lasts from one call of the target to the next."""
     import torch
     from dflash.model import dflash_generate
 
-    calls: list[float] = []
-    target.register_forward_pre_hook(lambda *_: calls.append(time.perf_counter()))
-    ids = torch.tensor([prompt])
-
-    def run() -> tuple[list[int], list[float]]:
-        calls.clear()
-        if draft is None:
-            out = target.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=ROUNDS + 2, do_sample=False, eos_token_id=None,
-                pad_token_id=0,
-            )  # fmt: skip
-        else:
-            out = dflash_generate(draft, target, ids, ROUNDS + 2, None)
-        rounds = np.diff(calls[1:])  # the first call reads the prompt
-        return out[0, len(prompt) :].tolist(), rounds.tolist()
-
-    return run
+    torch.set_num_threads(threads)
+    target, calls, ids = _theirs["target"], _theirs["calls"], torch.tensor([prompt])
+    calls.clear()
+    if drafts:
+        out = dflash_generate(_theirs["draft"], target, ids, ROUNDS + 2, None)
+    else:
+        out = target.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=ROUNDS + 2, do_sample=False, eos_token_id=None,
+            pad_token_id=0,
+        )  # fmt: skip
+    rounds = np.diff(calls[1:])  # the first call reads the prompt
+    return out[0, len(prompt) :].tolist(), rounds.tolist()
 
 
 def measure(own: Run, other: Run, repeats: int) -> dict[str, Any]:
-    import torch
-
-    seconds: dict[str, list[float]] = {"ours": [], "torch, 1 thread": [], "torch, 2 threads": []}
+    """Median seconds a round of both; `other` takes the number of threads."""
+    ways = {
+        "ours": own,
+        "torch, 1 thread": functools.partial(other, 1),
+        "torch, 2 threads": functools.partial(other, 2),
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
     for n in range(-1, repeats):
         found = {}
-        for way, values in seconds.items():
-            if way != "ours":
-                torch.set_num_threads(int(way.split()[1]))
+        for way, run in ways.items():
             time.sleep(PAUSE)
-            found[way], each = (own if way == "ours" else other)()
+            found[way], each = run()
             if n >= 0:
-                values.append(statistics.median(each))
+                seconds[way].append(statistics.median(each))
         shared = min(map(len, found.values()))
         assert shared >= ROUNDS
         assert len({tuple(tokens[:shared]) for tokens in found.values()}) == 1, found
@@ -106,28 +122,25 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="counted runs of each")
     parser.add_argument("--used", type=int, nargs="*", default=[256, 4096], help="prompt lengths")
     args = parser.parse_args()
-    import torch
-    from dflash.model import DFlashDraftModel
-    from transformers import AutoModelForCausalLM
-
-    warnings.simplefilter("ignore")  # dflash calls transformers by names that it deprecates
-    path = embedded_target()
-    target = load_target()
+    target, results = load_target(), {}
     draft = random_draft(target, BLOCK)
-    their_target = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "draft"
         save_draft(saved, draft.config, draft.params, dtype="float32")
-        their_draft = DFlashDraftModel.from_pretrained(saved, dtype=torch.float32).eval()
-    results = {}
-    for used in args.used:
-        prompt = np.random.default_rng(used).integers(20, 20_000, used).tolist()
-        for name, pair in (("DFlash", (draft, their_draft)), ("plain", (None, None))):
-            own, other = ours(target, pair[0], prompt), theirs(their_target, pair[1], prompt)
-            case = f"{name}, {used} used"
-            results[case] = measure(own, other, args.repeats)
-            print(json.dumps({case: results[case]}, indent=1), flush=True)
-    versions = {"torch": torch.__version__, "dflash": "0.1.0"}
+        with concurrent.futures.ProcessPoolExecutor(
+            1, multiprocessing.get_context("spawn"), load_theirs, (embedded_target(), saved)
+        ) as pool:
+            for used in args.used:
+                prompt = np.random.default_rng(used).integers(20, 20_000, used).tolist()
+                for name, our_draft in (("DFlash", draft), ("plain", None)):
+
+                    def other(threads: int, drafts=our_draft is not None, prompt=prompt):
+                        return pool.submit(theirs, drafts, prompt, threads).result()
+
+                    case = f"{name}, {used} used"
+                    results[case] = measure(ours(target, our_draft, prompt), other, args.repeats)
+                    print(json.dumps({case: results[case]}, indent=1), flush=True)
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "dflash")}
     print(timing.write("against_torch", {"versions": versions, "cases": results}))
 
 
