@@ -72,8 +72,9 @@ def _on_cpu(weight: Int[Array, "F D"], x: Float[Array, "D B T"]) -> Float[Array,
     if weight.size > _WHOLE:
         y = _by_parts(weight, columns)
     else:
-        # 0, or 1 where x is not a number: of the loop's own values, so the conversion stays inside it. XLA
-        # hoists through an optimization barrier. A loop over parts takes longer to compile than all else.
+        # 0, or 1 where x is not a number: of the loop's own values, so the conversion stays inside it; out of
+        # an optimization barrier XLA hoists it. Measured: an embedded target's decode loop then compiles as
+        # fast as float32's, with a loop a matrix half as long again, for the same time a step.
         zero = (x[0, 0, 0] != x[0, 0, 0]).astype(weight.dtype)
         y = _converted(weight + zero, columns)
     return y.reshape(len(weight), *x.shape[1:])
