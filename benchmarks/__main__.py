@@ -2,8 +2,8 @@
 
     python -m benchmarks [NAME ...]
 
-Without names all but `accelerator` and `conversion`, about 40 minutes on two cores: leave the machine alone meanwhile. What needs
-torch is left out where it is not installed. Results go to `benchmarks/results/`, the report's tables into README.md.
+Without names all but `accelerator`, `conversion` and `quantized`, about 40 minutes on two cores: leave the machine alone meanwhile.
+What needs torch is left out where it is not installed. Results go to `benchmarks/results/`, the report's tables into README.md and docs/.
 """
 
 import argparse
@@ -18,10 +18,11 @@ SUITE: dict[str, tuple[str, ...]] = {
     "start": (),
     "against_torch": ("torch", "dflash", "accelerate"),
     "training_step": ("torch", "transformers"),
+    "quantized": (),
     "conversion": (),
     "accelerator": (),
 }
-LEFT_OUT = ("accelerator", "conversion")
+LEFT_OUT = ("accelerator", "conversion", "quantized")
 
 
 def main() -> None:

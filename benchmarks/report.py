@@ -1,4 +1,4 @@
-"""Tables and pictures of the committed results; writes README.md's tables between their marks.
+"""Tables and pictures of the committed results; writes the tables of README.md and of pages between their marks.
 
     python -m benchmarks.report
 
@@ -14,7 +14,8 @@ from typing import Any
 from benchmarks.timing import RESULTS
 
 README = Path(__file__).parent.parent / "README.md"
-PICTURES = RESULTS.parent.parent / "docs" / "images"
+DOCS = README.parent / "docs"
+PICTURES = DOCS / "images"
 NAMES = {"held_out": "held out, the kinds trained on", "humaneval": "HumanEval", "gsm8k": "GSM8K", "mtbench": "MT-bench"}  # fmt: skip
 Line = tuple[str, ...]
 
@@ -93,10 +94,49 @@ def costs() -> str:
     return f"{table(lines)}\n\n({'; '.join(ran)})"
 
 
-def measured() -> dict[str, str]:
-    """README.md's tables by their marks."""
-    real = load("prompts")
-    return {"costs": costs()} | ({"prompts": prompts(real)} if real else {})
+def quantized(result: dict[str, Any]) -> str:
+    """The tables of quantised targets: what they predict, and how they decode."""
+    judged, decoding = result["predictions"], result["decoding"]
+    answers, prompted = judged["answers"], judged["prompts"]
+    predicted: list[Line] = [("target", "likeliest token is float32's: answers", "prompts", "nats a token: answers", "prompts")]  # fmt: skip
+    predicted += [
+        (
+            name, f"{100 * answers[name]['agreement']:.1f} %", f"{100 * prompted[name]['agreement']:.1f} %",
+            f"{answers[name]['cross_entropy']:.3f}", f"{prompted[name]['cross_entropy']:.3f}",
+        )
+        for name in answers if name != "tokens"
+    ]  # fmt: skip
+    ways: list[Line] = [("target", "block", "weights, MB", "acceptance length", "tokens/s", "texts as without a draft", "texts as float32's", "compiling, CPU seconds", "instructions")]  # fmt: skip
+    for name, blocks in decoding.items():
+        compiled = result["compiling"][name]
+        seconds = compiled["lowering_cpu_seconds"] + compiled["compiling_cpu_seconds"]
+        for block, way in blocks.items():
+            alone = block == "plain"
+            ways.append((
+                name, block, f"{result['weights_megabytes'][name]:.0f}" if alone else "",
+                "" if alone else f"{way['acceptance_length']:.2f}", f"{way['tokens_per_second']:.1f}",
+                "" if alone else f"{way['equal_to_plain']} of {result['prompts']}",
+                f"{way['equal_to_float32']} of {result['prompts']}",
+                f"{seconds:.1f}" if alone else "", f"{compiled['instructions']:,}" if alone else "",
+            ))  # fmt: skip
+    size = f"{result['prompts']} held-out prompts, at most {result['max_new_tokens']} new tokens; {answers['tokens']} tokens of answers, {prompted['tokens']} of prompts"  # fmt: skip
+    return f"{table(predicted)}\n\n{table(ways)}\n\n({size}; {told(result)})"
+
+
+# Where a result's table stands: its mark, which is the result's name, and what makes it.
+TABLES: tuple[tuple[Path, str, Callable[[dict[str, Any]], str]], ...] = (
+    (README, "prompts", prompts),
+    (DOCS / "generate.md", "quantized", quantized),
+)
+
+
+def measured() -> dict[Path, dict[str, str]]:
+    """The pages' tables by their marks."""
+    found = {README: {"costs": costs()}}
+    for page, name, make in TABLES:
+        if (result := load(name)) is not None:
+            found.setdefault(page, {})[name] = make(result)
+    return found
 
 
 def filled(text: str, tables: dict[str, str]) -> str:
@@ -105,7 +145,7 @@ def filled(text: str, tables: dict[str, str]) -> str:
         mark = f"<!-- results: {name} -->\n"
         before, found, rest = text.partition(mark)
         if not found:
-            raise ValueError(f"README.md has no place for {name!r}")
+            raise ValueError(f"there is no place for {name!r}")
         text = before + mark + value + "\n" + rest[rest.index("<!-- end -->") :]
     return text
 
@@ -161,9 +201,9 @@ PANELS: dict[str, Callable[[Any, dict[str, Any]], None]] = {
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
-    tables = measured()
-    README.write_text(filled(README.read_text(), tables))
-    print("\n\n".join(tables.values()))
+    for page, tables in measured().items():
+        page.write_text(filled(page.read_text(), tables))
+        print("\n\n".join(tables.values()))
     if result := load("decoding"):
         draw(result)
 

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-# Weights that the CPU converts at once. Measured in loops of an embedded target's matrices, float32 and
-# bfloat16, 1 to 8 columns: 2^16 and 2^17 are slower, 2^19, which leaves a core's cache, no faster.
-_PART = 2**18
+# Weights that the CPU converts at once. Larger matrices go by parts of 2^18: 2^16 and 2^17 are slower in a
+# loop of an embedded target's matrices, float32 and bfloat16, 1 to 8 columns, 2^19 no faster.
+_WHOLE, _PART = 2**20, 2**18
 
 
 @jax.custom_vjp
@@ -55,29 +55,41 @@ def quantized_product(
     The product is of operands in x's dtype, in which integers of eight bits are exact. A row's scale
     commutes with the row's sum, so it is applied to the result.
     """
-    form = _by_parts if jax.default_backend() == "cpu" else _whole
+    form = _on_cpu if jax.default_backend() == "cpu" else _converted
     return form(weight, x) * scale.astype(jnp.float32)[:, None, None]
 
 
-def _whole(weight: Int[Array, "F D"], x: Float[Array, "D B T"]) -> Float[Array, "F B T"]:
+def _converted(weight: Int[Array, "F D"], x: Float[Array, "D B T"]) -> Float[Array, "F B T"]:
     """The conversion is left to XLA, which fuses it into the product on accelerators."""
     return product(weight.astype(x.dtype), x)
 
 
-def _by_parts(weight: Int[Array, "F D"], x: Float[Array, "D B T"]) -> Float[Array, "F B T"]:
-    """Some rows after others: XLA's CPU backend converts a whole matrix before it multiplies, and before
-    the loop around it if there is one, so that a float32 copy of all weights is held and read.
+@jax.jit  # traced and lowered once for all matrices of a shape
+def _on_cpu(weight: Int[Array, "F D"], x: Float[Array, "D B T"]) -> Float[Array, "F B T"]:
+    """XLA's CPU backend converts a whole matrix before it multiplies, and before the loop around it if there
+    is one, so that a float32 copy of all weights would be held and read."""
+    columns = x.reshape(len(x), 1, -1)
+    if weight.size > _WHOLE:
+        y = _by_parts(weight, columns)
+    else:
+        # 0, or 1 where x is not a number: of the loop's own values, so the conversion stays inside it; out of
+        # an optimization barrier XLA hoists it. Measured: an embedded target's decode loop then compiles as
+        # fast as float32's, with a loop a matrix half as long again, for the same time a step.
+        zero = (x[0, 0, 0] != x[0, 0, 0]).astype(weight.dtype)
+        y = _converted(weight + zero, columns)
+    return y.reshape(len(weight), *x.shape[1:])
 
-    The last rows may be multiplied twice.
-    """
+
+def _by_parts(weight: Int[Array, "F D"], x: Float[Array, "D B T"]) -> Float[Array, "F B T"]:
+    """Some rows after others, in a loop, from which nothing is hoisted; the last ones may be multiplied twice."""
     F, D = weight.shape
     # Two parts at least: XLA would unroll a loop of one, and hoist its conversion.
     rows = max(1, min(_PART // D, F // 2))
 
     def part(i: Array, out: Array) -> Array:
         start = jnp.minimum(i * rows, F - rows)
-        few = jax.lax.dynamic_slice_in_dim(weight, start, rows).astype(x.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(out, product(few, x), start, axis=0)
+        few = jax.lax.dynamic_slice_in_dim(weight, start, rows)
+        return jax.lax.dynamic_update_slice_in_dim(out, _converted(few, x), start, axis=0)
 
     out = jnp.zeros((F, *x.shape[1:]), jnp.float32)
     return jax.lax.fori_loop(0, -(-F // rows), part, out)
