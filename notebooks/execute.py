@@ -42,6 +42,8 @@ def execute(source: Path) -> nbformat.NotebookNode:
     notebook = jupytext.read(source, fmt="py:percent")
     NotebookClient(
         notebook, kernel_name="python3", timeout=900, startup_timeout=600, record_timing=False,
+        # Which would warn, for each, that it can be listened to on its own machine.
+        extra_arguments=["--IPKernelApp.log_level=ERROR"],
         resources={"metadata": {"path": str(source.parent)}},
     ).execute()  # fmt: skip
     notebook.metadata = {"kernelspec": KERNEL, "language_info": {"name": "python"}}
