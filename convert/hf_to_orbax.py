@@ -13,7 +13,7 @@ from pathlib import Path
 from convert import source
 from dflash_jax import command
 from dflash_jax.checkpoint import hf, orbax
-from dflash_jax.checkpoint.stream import progress
+from dflash_jax.checkpoint.stream import watched
 
 
 def convert(ref: str, destination: Path, dtype=None, **draft_options) -> tuple[str, str]:
@@ -35,9 +35,10 @@ def convert(ref: str, destination: Path, dtype=None, **draft_options) -> tuple[s
     header, leaves = source.open_leaves(path, dtype, draft_options)
     with (
         source.tokenizer_files(path) as files,
-        progress(f"writing {destination.name}", header.config) as shown,
+        command.working(f"writing {destination.name}") as progress,
     ):
-        orbax.write(destination, header, shown(leaves), files if header.kind == "target" else ())
+        leaves = watched(leaves, header.config, progress)
+        orbax.write(destination, header, leaves, files if header.kind == "target" else ())
     return header.kind, source.report(path, header, source.stored_dtype(path))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from convert import source
 from dflash_jax import command
 from dflash_jax.checkpoint import export, hf, orbax
-from dflash_jax.checkpoint.stream import SHARD_BYTES, progress
+from dflash_jax.checkpoint.stream import SHARD_BYTES, watched
 
 
 def convert(
@@ -48,10 +48,11 @@ def convert(
     header, leaves = source.open_leaves(path, dtype, draft_options)
     with (
         source.tokenizer_files(path) as files,
-        progress(f"writing {destination.name}", header.config) as shown,
+        command.working(f"writing {destination.name}") as progress,
     ):
+        leaves = watched(leaves, header.config, progress)
         export.write(
-            destination, header, shown(leaves), source.shapes(path, header, dtype),
+            destination, header, leaves, source.shapes(path, header, dtype),
             dialect=dialect, verifier=verifier, tokenizer_files=files, shard_bytes=shard_bytes,
         )  # fmt: skip
     return header.kind, source.report(path, header, stored)

@@ -6,7 +6,9 @@ Nothing slow is imported with this module: `--help` and a mistyped option should
 import argparse
 import contextlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,8 @@ def run(command: Callable[[], int], interrupted: str = "interrupted") -> int:
         interrupted: Said on stderr after Ctrl-C.
 
     Returns:
-        1, with one line on stderr, for a user's mistake; 130 after Ctrl-C; 141 if nobody reads stdout.
+        1, with one line on stderr, for a user's mistake; 130 after Ctrl-C, and a second one then ends
+        the process at once; 141 if nobody reads stdout.
     """
     # transformers would say on every start that torch is missing; here it only reads tokenizers.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -37,8 +40,32 @@ def run(command: Callable[[], int], interrupted: str = "interrupted") -> int:
         print(f"error: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        # In Python's own end it would be a traceback of that.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         print(interrupted, file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def importing(interrupted: str = "interrupted") -> Generator[None]:
+    """Lets Ctrl-C end the process at once while libraries are imported, with what `run` says and its status.
+
+    As an exception it may come up in a library's C++ beginnings, which crash at it or pass over it.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        os.write(2, f"{interrupted}\n".encode())
+        os._exit(130)
+
+    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not raises or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def examples(lines: str) -> dict[str, Any]:
@@ -67,19 +94,41 @@ def colours(stream: Any) -> bool:
 
 
 @contextlib.contextmanager
-def working(what: str) -> Generator[None]:
-    """Says on a terminal's stderr what is being done, and for how long, while it is."""
+def working(what: str) -> Generator[Callable[[int, int], None] | None]:
+    """Says on a terminal's stderr what is being done, and for how long, while it is.
+
+    Gives a function that is told the bytes so far, and of how many, which are then shown with their speed and the
+    time left; elsewhere than on a terminal None, so that nobody counts them.
+    """
     if not sys.stderr.isatty():
-        yield
+        yield None
         return
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+    from rich.filesize import decimal
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
-    columns = SpinnerColumn(), "{task.description}", TimeElapsedColumn()
+    # A long path is what a narrow terminal cuts.
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    columns = (
+        SpinnerColumn(), TimeElapsedColumn(), "{task.fields[bytes]}",
+        TextColumn("{task.description}", table_column=rest),
+    )  # fmt: skip
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, redirect_stdout=False) as shown:
-        shown.add_task(what, total=None)
-        yield
+    with Progress(
+        *columns, console=console, expand=True, transient=True, redirect_stdout=False
+    ) as shown:
+        shown.add_task(what, total=None, bytes="")
+        (task,) = shown.tasks
+
+        def told(done: int, total: int) -> None:
+            shown.update(task.id, completed=done, total=total)
+            text = f"{decimal(done)} of {decimal(total)}"
+            if task.speed and task.time_remaining is not None:
+                text += f", {decimal(int(task.speed))}/s, {task.time_remaining:.0f} s left"
+            shown.update(task.id, bytes=text)
+
+        yield told
 
 
 def bar(*details: "str | ProgressColumn") -> "Progress":

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from dflash_jax import array_typing as at
 from dflash_jax.checkpoint import gguf, hf, keys, mapped, orbax, quantization
 from dflash_jax.checkpoint.files import pad_id, understand
+from dflash_jax.checkpoint.stream import Progress, watched
 from dflash_jax.checkpoint.wrappers import read_target_tensors
 from dflash_jax.config import (
     DraftConfig,
@@ -78,6 +79,7 @@ def load_target(
     dtype: DTypeLike | None = None,
     sharding: Sharding = None,
     quantize: str | None = None,
+    progress: Progress = None,
 ) -> Target:
     """Loads a target.
 
@@ -91,6 +93,7 @@ def load_target(
         quantize: "int8" holds the matrices of a dense target as integers with a scale a row, a quarter of
             float32's memory; the target is then another one, for which decoding is lossless. Matrices
             are quantised one by one as they are read; `dtype` is that of the rest.
+        progress: Told after each leaf how many bytes of parameters were read, and of how many.
 
     Raises:
         ValueError: If it cannot be found, read, understood or quantised.
@@ -98,7 +101,7 @@ def load_target(
     dtype = check_dtype(dtype)
     quantization.check(quantize)
     path = embedded_target() if ref is None else hf.resolve(ref)
-    return read_target(path, dtype, sharding, quantize)
+    return read_target(path, dtype, sharding, quantize, progress)
 
 
 def load_draft(
@@ -111,6 +114,7 @@ def load_draft(
     rope: RopeConfig | None = None,
     dtype: DTypeLike | None = None,
     sharding: Sharding = None,
+    progress: Progress = None,
 ) -> Draft:
     """Loads a draft, if it belongs to the target.
 
@@ -126,6 +130,7 @@ def load_draft(
         dtype: float32 or bfloat16; by default float32 on the CPU and bfloat16 elsewhere, whatever
             the target's.
         sharding: As for `load_target`; where that is a mesh, the same one.
+        progress: As for `load_target`.
 
     Raises:
         ValueError: If it cannot be found, read or understood, or is another target's.
@@ -143,7 +148,7 @@ def load_draft(
         config = dataclasses.replace(config, rope=rope, max_position_embeddings=positions)
     check_pair(target.config, target.stop_token_ids, config, target.pad_token_id)
     _warn_of_unscaled_positions(target.config, config)
-    return read_draft(path, config, dtype, sharding)
+    return read_draft(path, config, dtype, sharding, progress)
 
 
 def load_tokenizer(target: Target):
@@ -226,6 +231,7 @@ def read_target(
     dtype: DTypeLike | None = None,
     sharding: Sharding = None,
     quantize: str | None = None,
+    progress: Progress = None,
 ) -> Target:
     """Reads a target; see `load_target`.
 
@@ -235,7 +241,7 @@ def read_target(
     """
     # Matrices are quantised from what is stored, not from what `dtype` makes of it.
     header, leaves = open_target(path, None if quantize else dtype, sharding)
-    place = _placement(sharding, header.config)
+    leaves, place = watched(leaves, header.config, progress), _placement(sharding, header.config)
     order = shapes = keys.expected_shapes(header.config)
     if quantize is not None:
         quantization.check(quantize, header.config)
@@ -336,7 +342,11 @@ def read_draft_config(
 
 
 def read_draft(
-    path: Path, config: DraftConfig, dtype: DTypeLike | None = None, sharding: Sharding = None
+    path: Path,
+    config: DraftConfig,
+    dtype: DTypeLike | None = None,
+    sharding: Sharding = None,
+    progress: Progress = None,
 ) -> Draft:
     """Reads the parameters of the draft that `read_draft_config` found.
 
@@ -344,9 +354,12 @@ def read_draft(
         path: A folder.
         dtype: None keeps each tensor's own.
         sharding: See `load_draft`.
+        progress: See `load_target`.
     """
     header, leaves = open_draft(path, config, dtype, sharding)
-    params = keys.build(leaves, keys.expected_shapes(header.config))
+    params = keys.build(
+        watched(leaves, header.config, progress), keys.expected_shapes(header.config)
+    )
     return Draft(header.config, params, path)
 
 

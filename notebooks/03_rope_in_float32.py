@@ -1,3 +1,11 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
 # %% [markdown]
 # # 3. RoPE in float32
 #
@@ -83,7 +91,7 @@ for kind, angles in ANGLES.items():
         so_far = np.maximum.accumulate(error.max(axis=0))[shown]
         axis.loglog(positions[shown], so_far, marker="", label=kind)
 axes[0].set(title="of the cosine", xlabel="position", ylabel="largest error so far")
-axes[1].set(title="of the angle between neighbours [rad]", xlabel="position", ylim=(1e-8, 10))
+axes[1].set(title="of the angle between neighbours [rad]", xlabel="position", ylim=(1e-8, 100))
 handles, labels = axes[0].get_legend_handles_labels()
 figure.legend(handles, labels, title="rounded to bfloat16", loc="outside lower center", ncols=4)
 plt.show()
@@ -183,7 +191,8 @@ reach = np.arange(S + draft.config.block_size)
 figure, axis = plt.subplots(figsize=(5.5, 2.8))
 for kind in ANGLES:
     lengths = [float(accepted(params, blocks, table(kind, offset + reach))) for offset in OFFSETS]
-    axis.plot(range(len(OFFSETS)), lengths, label=kind)
+    # Larger marks for what the next line may lie on.
+    axis.plot(range(len(OFFSETS)), lengths, label=kind, ms=8 if kind == "float32" else 4)
     print(f"{kind:12s}", "  ".join(f"{x:.2f}" for x in lengths))
 axis.set(xlabel="offset of all positions", ylabel="tokens a round,\nteacher-forced", ylim=(1, None))
 axis.set_xticks(range(len(OFFSETS)), OFFSETS)

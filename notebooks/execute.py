@@ -29,7 +29,6 @@ ENVIRONMENT = {
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",  # which says that torch is missing
     "HF_HUB_OFFLINE": "1",
 }
-KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 
 
 def execute(source: Path) -> nbformat.NotebookNode:
@@ -42,9 +41,12 @@ def execute(source: Path) -> nbformat.NotebookNode:
     notebook = jupytext.read(source, fmt="py:percent")
     NotebookClient(
         notebook, kernel_name="python3", timeout=900, startup_timeout=600, record_timing=False,
+        # Which would warn, for each, that it can be listened to on its own machine.
+        extra_arguments=["--IPKernelApp.log_level=ERROR"],
         resources={"metadata": {"path": str(source.parent)}},
     ).execute()  # fmt: skip
-    notebook.metadata = {"kernelspec": KERNEL, "language_info": {"name": "python"}}
+    kernel = notebook.metadata["kernelspec"]
+    notebook.metadata = {"kernelspec": kernel, "language_info": {"name": "python"}}
     for number, cell in enumerate(notebook.cells):
         cell.id, cell.metadata = f"cell-{number}", {}
         for output in cell.get("outputs", ()):

@@ -1,13 +1,17 @@
+import contextlib
+import importlib
 import io
 import json
 import re
 import shutil
+import signal
 import sys
 
 import pytest
 from fakes import byte_tokenizer
 
-from dflash_jax import bench
+from dflash_jax import bench, command
+from dflash_jax.checkpoint import hf, hub
 from dflash_jax.cli import main
 from dflash_jax.generation import Generation
 from dflash_jax.text import encode
@@ -67,6 +71,80 @@ def test_generate_as_json_says_what_was_done(pair, capsys):
         sum(result["rounds"]) / len(result["rounds"])
     )
     assert "acceptance length" in err
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "pieces", "said"),
+    [
+        ("decoding", "load_target", None, ""),
+        ("decoding", "load_draft", None, ""),
+        ("generate", "stream", [], ""),  # while it compiles
+        ("generate", "stream", ["H", "ello"], "H\x1b[32mell\x1b[39mo"),
+    ],
+    ids=["target", "draft", "compiling", "answer"],
+)
+def test_ctrl_c_ends_generate_with_130_and_a_terminal_as_it_was(
+    pair, module, name, pieces, said, monkeypatch
+):
+    def interrupted(*_, **__):
+        yield from map(byte_tokenizer(TEMPLATE).encode, pieces)
+        raise KeyboardInterrupt
+
+    def at_once(*_, **__):
+        raise KeyboardInterrupt
+
+    out, err = io.StringIO(), io.StringIO()
+    out.isatty = err.isatty = lambda: True
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own
+    place = importlib.import_module(f"dflash_jax.cli.{module}")
+    monkeypatch.setattr(place, name, at_once if pieces is None else interrupted)
+    assert main(["generate", "Hello", "--stats", *pair[0]]) == 130
+    assert out.getvalue() == said
+    shown = err.getvalue()
+    assert shown.endswith("interrupted\n")
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l") > -1  # the cursor
+
+
+def test_a_terminal_is_told_how_many_bytes_were_read(pair, monkeypatch):
+    told = {}
+
+    @contextlib.contextmanager
+    def working(what):
+        counts = told[what.split()[2] if "loading" in what else what] = []
+        yield lambda *count: counts.append(count)
+
+    monkeypatch.setattr(command, "working", working)
+    assert main(["generate", "Hello", *pair[0], "--max-new-tokens", "4"]) == 0
+    for kind, folder in (("target", pair[1]), ("draft", pair[2])):
+        names = dict(hf.read_tensors(folder))
+        read, totals = zip(*told[kind])
+        assert len(read) >= len(names) - 1  # without a tied head
+        assert list(read) == sorted(set(read))
+        assert {*totals} == {read[-1]}  # exact from the first leaf on
+
+
+def test_both_checkpoints_are_fetched_before_anything_is_drawn_or_read(pair, monkeypatch):
+    # Downloads have bars of their own.
+    done = []
+
+    def fetch(ref, patterns):
+        done.append(ref)
+        return pair[1] if ref == "org/target" else pair[2]
+
+    @contextlib.contextmanager
+    def working(what):
+        done.append(" ".join(what.split()[:3]))
+        yield None
+
+    monkeypatch.setattr(hub, "fetch", fetch)
+    monkeypatch.setattr(command, "working", working)
+    argv = ["generate", "Hello", "--target", "org/target", "--draft", "org/draft"]
+    assert main([*argv, "--max-new-tokens", "0"]) == 0
+    assert done[:4] == ["org/target", "org/draft", "loading the target", "loading the draft"]
 
 
 def test_a_row_without_rounds_is_still_json(pair, capsys):

@@ -5,6 +5,7 @@ import io
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,14 @@ def test_what_the_options_say_twice_is_the_same():
     assert options.VERIFY == VERIFY
 
 
+@pytest.fixture
+def interrupts():
+    """Puts Ctrl-C's handler back: a command that ends by it leaves another."""
+    before = signal.getsignal(signal.SIGINT)
+    yield before
+    signal.signal(signal.SIGINT, before)
+
+
 def raising(error: BaseException):
     def fail() -> int:
         raise error
@@ -95,9 +104,30 @@ def raising(error: BaseException):
         (raising(KeyboardInterrupt()), 130, "stopped\n"),
     ],
 )
-def test_a_command_ends_with_a_status_and_a_line(call, status, said, capsys):
+def test_a_command_ends_with_a_status_and_a_line(call, status, said, capsys, interrupts):
     assert command.run(call, "stopped") == status
     assert capsys.readouterr().err == said
+    # A second Ctrl-C in Python's end is no traceback.
+    expected = signal.SIG_DFL if status == 130 else interrupts
+    assert signal.getsignal(signal.SIGINT) is expected
+
+
+def test_ctrl_c_while_libraries_are_imported_ends_at_once():
+    code = """
+import signal
+from dflash_jax import command
+with command.importing():
+    pass
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+with command.importing("stopped"):
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except BaseException:  # as some libraries have it
+        pass
+print("went on")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
 
 
 def test_no_command_says_that_torch_is_missing(monkeypatch):
@@ -125,9 +155,12 @@ def test_a_terminal_is_told_what_is_done_and_for_how_long(monkeypatch):
         stream = io.StringIO()
         stream.isatty = lambda tty=tty: tty
         monkeypatch.setattr(sys, "stderr", stream)
-        with command.working("loading"):
-            pass
+        with command.working("loading " + "x" * 200) as progress:
+            assert (progress is not None) is tty
+            if progress:
+                progress(2 * 10**9, 8 * 10**9)
         assert ("loading" in stream.getvalue(), "0:00:0" in stream.getvalue()) == (tty, tty)
+        assert ("2.0 GB of 8.0 GB" in stream.getvalue()) is tty  # a long name hides nothing
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,15 @@ def test_every_notebook_has_its_source():
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
+def test_a_source_names_its_kernel(path):
+    # Without it `jupytext --execute` finds none in a new environment.
+    header = path.read_text().split("# %%")[0]
+    written = json.loads(path.with_suffix(".ipynb").read_text())["metadata"]["kernelspec"]
+    assert header.count("kernelspec:") == 1
+    assert all(f"#     {key}: {value}\n" in header for key, value in written.items())
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.stem)
 def test_notebook_is_its_source_executed(path):
     cells = read(path)
     assert [(c["cell_type"], "".join(c["source"])) for c in cells] == list(cells_of_source(path))

@@ -1,5 +1,6 @@
 import collections
 import json
+import sys
 
 import pytest
 
@@ -18,6 +19,12 @@ def test_the_same_seed_builds_the_same_prompts_and_another_seed_others(built):
     assert build(COUNTS, 0) == built
     other = build(COUNTS, 1)
     assert len({p.id for p in other} & {p.id for p in built}) < len(built) / 2
+
+
+def test_without_reasoning_gym_one_is_told_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ValueError, match=r"reasoning_gym: pip install -e '\.\[prompts\]'"):
+        build(COUNTS, 0)
 
 
 def test_there_are_as_many_distinct_prompts_of_each_kind_as_asked_for(built):

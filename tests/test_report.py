@@ -34,7 +34,14 @@ def write_run(folder, records=(), samples=(), recipe=None, data=None):
 @pytest.fixture
 def run(tmp_path):
     records = [row(s, evaluated=s in (2, 4)) for s in range(1, 6)]
-    recipe = {"run": "r", "steps": 10, "learning_rate": 0.5, "seed": 0, "forgotten_key": 3}
+    recipe = {
+        "run": "r",
+        "steps": 10,
+        "learning_rate": 0.5,
+        "seed": 0,
+        "target": "",
+        "forgotten_key": 3,
+    }
     return write_run(tmp_path / "my-run", records, [SAMPLE], recipe, {"kept": 12345})
 
 
@@ -71,12 +78,13 @@ def test_a_report_is_one_file_that_says_it_all(run, tmp_path):
     page = Page(out.read_text())
     text = " ".join(" ".join(page.words).split())
     assert page.outside == []
-    assert "step 5 of 10 (50%)" in text
+    assert "Step 5 of 10 (50%)" in text
     assert "Best on held_out: 1.250 tokens a round, decoded, at step 4" in text
     titles = ("teacher-forced", "decoded", "Loss", "Accuracy", "Learning rate", "Labels a second")
     assert all(title in text for title in titles)
     assert "12,345" in text
     assert "learning_rate = 0.5" in text
+    assert 'target = ""' in text
     assert "forgotten_key = 3" in text
     assert "<|im_start|>why & how" in text
 

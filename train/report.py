@@ -146,7 +146,7 @@ def state(run: Run) -> str:
     done = run.records[-1]["step"] if run.records else 0
     if not steps:
         return f"{done:,} steps"
-    return f"{done:,} steps, done" if done >= steps else f"step {done:,} of {steps:,} ({100 * done // steps}%)"  # fmt: skip
+    return f"{done:,} steps, done" if done >= steps else f"Step {done:,} of {steps:,} ({100 * done // steps}%)"  # fmt: skip
 
 
 def seconds(run: Run) -> float | None:
@@ -159,7 +159,11 @@ def recipe_rows(recipe: Mapping[str, Any]) -> list[tuple[str, str, bool]]:
     """(key, value, whether it is not the default) of a recipe, keys that today's recipes lack included."""
     defaults = json.loads(json.dumps(dataclasses.asdict(TrainConfig(run=""))))
     return [
-        (key, value if isinstance(value, str) else json.dumps(value), defaults.get(key) != value)
+        (
+            key,
+            value if value and isinstance(value, str) else json.dumps(value),
+            defaults.get(key) != value,
+        )
         for key, value in recipe.items()
     ]
 

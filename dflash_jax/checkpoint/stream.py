@@ -1,4 +1,4 @@
-"""Writes Hugging Face tensors as they come, and shows how far a conversion is.
+"""Writes Hugging Face tensors as they come, and tells how many bytes have.
 
 Both converters read a leaf, write it and forget it: `pair.open_target` or `orbax.stream` gives the
 leaves, `orbax.write` or `write_safetensors` takes them.
@@ -7,7 +7,7 @@ leaves, `orbax.write` or `write_safetensors` takes them.
 import contextlib
 import json
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +22,7 @@ from dflash_jax.config import DraftConfig, TargetConfig
 SHARD_BYTES = 5 * 10**9  # as transformers writes them
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Leaves = Iterable[tuple[str, Any]]
+Progress = Callable[[int, int], None] | None  # told the bytes so far, and of how many
 
 
 def write_tensors(
@@ -133,27 +134,17 @@ def _begin(
     return {name: (file, 8 + len(text) + start) for name, start in starts.items()}
 
 
-@contextlib.contextmanager
-def progress(
-    title: str, config: TargetConfig | DraftConfig
-) -> Generator[Callable[[Leaves], Iterator[tuple[str, Any]]]]:
-    """Gives a function that passes leaves on and shows a bar of their bytes, on a terminal's stderr."""
-    from rich import progress as rich
-    from rich.console import Console
+def watched(leaves: Leaves, config: TargetConfig | DraftConfig, progress: Progress) -> Leaves:
+    """Passes a model's leaves on, and tells after each how many bytes of them there were; see `Progress`."""
+    return leaves if progress is None else _told(leaves, config, progress)
 
-    console = Console(stderr=True)
-    columns = (
-        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.DownloadColumn(),
-        rich.TransferSpeedColumn(), rich.TimeRemainingColumn(),
-    )  # fmt: skip
-    count = sum(map(math.prod, keys.expected_shapes(config).values()))
-    with rich.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=None)
 
-        def shown(leaves: Leaves) -> Iterator[tuple[str, Any]]:
-            for path, leaf in leaves:
-                bar.update(task, advance=_nbytes(leaf), total=count * leaf.dtype.itemsize)
-                yield path, leaf
-                del leaf  # not held while the next is read
-
-        yield shown
+def _told(
+    leaves: Leaves, config: TargetConfig | DraftConfig, progress: Callable[[int, int], None]
+) -> Iterator[tuple[str, Any]]:
+    left, done = sum(map(math.prod, keys.expected_shapes(config).values())), 0
+    for path, leaf in leaves:
+        yield path, leaf
+        left, done = left - leaf.size, done + _nbytes(leaf)
+        progress(done, done + left * leaf.dtype.itemsize)
+        del leaf  # not held while the next is read

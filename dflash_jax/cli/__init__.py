@@ -17,4 +17,6 @@ def _main(argv: Sequence[str] | None) -> int:
     args = make_parser().parse_args(argv)
     if args.no_color:
         os.environ["NO_COLOR"] = "1"  # for rich too
-    return importlib.import_module(f"dflash_jax.cli.{args.command}").run(args)
+    with command.importing():
+        chosen = importlib.import_module(f"dflash_jax.cli.{args.command}")
+    return chosen.run(args)

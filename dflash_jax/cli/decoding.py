@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from dflash_jax import command
+from dflash_jax.checkpoint import hf
 from dflash_jax.generation import Generation
 from dflash_jax.pair import Target, load_draft, load_target, load_tokenizer
 from dflash_jax.sampling import Sampling
@@ -35,12 +36,17 @@ def load(args: argparse.Namespace) -> tuple[Target, Any, Any]:
             raise ValueError(
                 f"--target-layer-ids {ids!r} is neither ids with commas nor default"
             ) from None
-    with command.working(f"loading the target {args.target or '(embedded)'}"):
-        target = load_target(args.target, dtype=args.dtype, quantize=args.quantize)
     draft = {"none": None, "lookup": "lookup"}.get(args.draft, "")
+    # Before anything is read or drawn: downloads have bars of their own.
+    source = None if args.target is None else hf.resolve(args.target)
+    source_of_draft = None if draft != "" or args.draft is None else hf.resolve(args.draft)
+    with command.working(f"loading the target {args.target or '(embedded)'}") as progress:
+        target = load_target(source, dtype=args.dtype, quantize=args.quantize, progress=progress)
     if draft == "":
-        with command.working(f"loading the draft {args.draft or '(embedded)'}"):
-            draft = load_draft(args.draft, target, target_layer_ids=ids, dtype=args.dtype)
+        with command.working(f"loading the draft {args.draft or '(embedded)'}") as progress:
+            draft = load_draft(
+                source_of_draft, target, target_layer_ids=ids, dtype=args.dtype, progress=progress
+            )
     return target, draft, load_tokenizer(target)
 
 
