@@ -284,16 +284,11 @@ def _math_families(seed: int, count: int) -> dict[str, Family]:
     """Number-filled templates, each used equally often, and reasoning-gym tasks.
 
     Not `gsm_symbolic`: its problems are rewordings of GSM8K test questions.
-
-    Raises:
-        ValueError: If reasoning-gym is not installed.
     """
     try:
         import reasoning_gym
     except ImportError as e:
-        raise ValueError(
-            f"building prompts needs {e.name}: pip install -e '.[prompts]'; or train on data or features"
-        ) from None
+        raise ValueError(f"building prompts needs {e.name}: pip install -e '.[prompts]'") from None
 
     tables = _tables()["math"]
     families = {}
