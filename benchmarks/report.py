@@ -90,8 +90,12 @@ def costs() -> str:
             for key in keys.split("/"):
                 value = value[key]
             lines.append((what, f"{value:.2f}", bound))
-    ran = sorted({told(r) for r in results.values() if r is not None})
-    return f"{table(lines)}\n\n({'; '.join(ran)})"
+    ran: dict[str, list[str]] = {}
+    for name, result in results.items():
+        if result is not None:
+            ran.setdefault(told(result), []).append(name)
+    said = "; ".join(f"{', '.join(names)}: {machine}" for machine, names in ran.items())
+    return f"{table(lines)}\n\n({said})"
 
 
 def quantized(result: dict[str, Any]) -> str:
