@@ -89,7 +89,7 @@ def costs() -> str:
             value: Any = results[name]
             for key in keys.split("/"):
                 value = value[key]
-            lines.append((what, f"{value:.2f}", bound))
+            lines.append((what, f"{value:#.3g}", bound))  # 0.898 does not reach 0.90
     ran: dict[str, list[str]] = {}
     for name, result in results.items():
         if result is not None:
