@@ -30,7 +30,7 @@ from dflash_jax import bench, generate, stream
 from dflash_jax.adapters import bind
 from dflash_jax.cache import read_rows
 from dflash_jax.config import DraftConfig, RopeConfig
-from dflash_jax.decode import DraftFns, Models, State, decode, prefill
+from dflash_jax.decode import DraftFns, Models, State, prefill
 from dflash_jax.jobs import make_job
 from dflash_jax.ops.product import product
 from dflash_jax.pair import Draft, Target, load_target
@@ -40,7 +40,9 @@ from train.vocabulary import offsets
 from train.warm_start import random_params
 
 USED, BLOCK, REDUCED, LAYERS = 256, 8, 8192, 3
-ORACLE_TOKENS = 96
+ORACLE_TOKENS = (
+    97  # the first comes from reading the prompt; the others are whole blocks of 8 and of 16
+)
 
 
 def random_draft(target: Target, block_size: int, vocabulary: int | None = None) -> Draft:
@@ -131,7 +133,11 @@ def _mixed(head: Any, x: Any) -> Any:
 
 
 def accepted(target: Target, rounds: int) -> dict[str, Any]:
-    """Tokens/s over plain decoding's, all proposals right and none, whole calls without prefill."""
+    """Tokens/s over plain decoding's, all proposals right and none, without prefill; and what a round is made of.
+
+    `share_of_ideal` is the oracle's speed over that of rounds which are nothing but the target's and the draft's
+    forwards, called in the same turns.
+    """
     count = ORACLE_TOKENS
     size = capacity(USED + count + 16)
     prompt = np.random.default_rng(0).integers(20, 20_000, USED).tolist()
@@ -144,6 +150,7 @@ def accepted(target: Target, rounds: int) -> dict[str, Any]:
     }
     for block_size in (8, 16):
         draft = random_draft(target, block_size)
+        state = at_length(target, draft, USED, size)
         for name, script in (("oracle", text), ("hopeless", wrong)):
             for adapt in (False, True):
                 models, params = bind(target, draft, adapt_width=adapt)
@@ -152,21 +159,23 @@ def accepted(target: Target, rounds: int) -> dict[str, Any]:
                 params = params | {"script": jnp.asarray(script)}
                 label = f"{name}, block {block_size}" + (", adapt_width" if adapt else "")
                 ways[label] = _whole(target, draft, models, params, prompt, text, count)
+        models, params = bind(target, draft)
+        ways[f"verify({block_size})"] = bench.repeated(bench.verifying(models, state), params)
+        ways[f"draft({block_size})"] = bench.repeated(bench.drafting(models, params, state), params)
     seconds = timing.alternate(ways, max(5, rounds // 2))
     plain = seconds.pop("plain")
     return {
-        "plain_tokens_per_second": count / plain,
-        "over_plain": {name: plain / value for name, value in seconds.items()},
+        "plain_tokens_per_second": (count - 1) / plain,
+        "over_plain": {k: plain / v for k, v in seconds.items() if "block" in k},
+        "share_of_ideal": {Q: share_of_ideal(seconds, Q) for Q in (8, 16)},
     }
 
 
-def share_of_ideal(parts: dict[str, Any], accepted: dict[str, Any], **_: Any) -> dict[int, float]:
-    """By block size: the oracle's tokens/s over those of rounds that are nothing but their parts."""
-    took, found = parts["milliseconds"], accepted["over_plain"]
-    return {
-        Q: found[f"oracle, block {Q}"] * (took[f"verify({Q})"] + took[f"draft({Q})"]) / (Q * took["plain"])
-        for Q in (BLOCK, 2 * BLOCK)
-    }  # fmt: skip
+def share_of_ideal(seconds: Mapping[str, float], block_size: int) -> float:
+    """The oracle's tokens/s over those of rounds that are nothing but their parts."""
+    parts = (seconds[f"verify({block_size})"] + seconds[f"draft({block_size})"]) / bench.LOOP
+    rounds = (ORACLE_TOKENS - 1) / block_size
+    return rounds * parts / seconds[f"oracle, block {block_size}"]
 
 
 def _whole(
@@ -178,11 +187,7 @@ def _whole(
         state = state.replace(draft=new_draft_cache(draft, 1, text.shape[1]))
     state = jax.tree.map(jnp.copy, state)
     ready = prefill(models.target, models.draft, params, state, chunk=PREFILL_CHUNK)
-
-    def call() -> Any:
-        return decode(models, params, jax.tree.map(jnp.copy, ready), np.int32(10_000)).tokens
-
-    end = len(prompt) + count
+    call, end = bench.rounds(models, params, ready, most=10_000), len(prompt) + count
     np.testing.assert_array_equal(np.asarray(call())[0, :end], text[0, :end])
     return call
 
@@ -254,8 +259,6 @@ def main() -> None:
     args = parser.parse_args()
     target = load_target(dtype=args.dtype)
     result = {name: SECTIONS[name](target, args.rounds) for name in args.only}
-    if {"parts", "accepted"} <= result.keys():
-        result["accepted"]["share_of_ideal"] = share_of_ideal(**result)
     print(json.dumps(result, indent=1))
     if args.only == list(SECTIONS):
         print(timing.write("decoding", result))

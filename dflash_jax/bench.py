@@ -196,20 +196,25 @@ def round_seconds(
     return verify, draft_time, whole
 
 
-def rounds(models: Models, params: Any, state: State) -> Callable[[], Any]:
-    """`LOOP` rounds in one call of `decode`, each call from the same lengths: what it wrote is taken back."""
+def rounds(models: Models, params: Any, state: State, most: int = LOOP) -> Callable[[], Any]:
+    """Up to `most` rounds in one call of `decode`, each call from the same lengths: what it wrote is taken back.
+
+    A call returns the tokens, which the next one overwrites.
+    """
     held = [jax.tree.map(jnp.copy, state)]
-    before = state.length, state.rounds, state.target.length
+    before = state.length, state.finish, state.rounds, state.target.length
 
     def call() -> Any:
-        length, done, cached = jax.tree.map(jnp.copy, before)
-        state = decode(models, params, held[0], np.int32(LOOP))
+        length, finish, done, cached = jax.tree.map(jnp.copy, before)
+        state = decode(models, params, held[0], np.int32(most))
         draft = state.draft
         if draft is not None:
             draft = draft.replace(length=cached + 0)
-        target = state.target.replace(length=cached)
-        held[0] = state.replace(length=length, rounds=done, target=target, draft=draft)
-        return state.tokens[:, :1]
+        held[0] = state.replace(
+            length=length, finish=finish, rounds=done, draft=draft,
+            target=state.target.replace(length=cached),
+        )  # fmt: skip
+        return held[0].tokens
 
     return call
 

@@ -58,10 +58,9 @@ def test_a_table_is_put_between_its_marks_alone():
 
 
 def test_the_ideal_is_a_round_of_nothing_but_its_parts():
-    took = {"plain": 10.0, "verify(8)": 15.0, "draft(8)": 5.0, "verify(16)": 20.0, "draft(16)": 20.0}  # fmt: skip
-    found = {"oracle, block 8": 4.0, "oracle, block 16": 2.0}
-    shares = share_of_ideal({"milliseconds": took}, {"over_plain": found})
-    assert shares == {8: 1.0, 16: 0.5}
+    seconds = {"verify(8)": 8 * 0.03, "draft(8)": 8 * 0.01, "oracle, block 8": 12 * 0.04}
+    assert share_of_ideal(seconds, 8) == pytest.approx(1.0)  # 96 tokens in 12 rounds
+    assert share_of_ideal(seconds | {"oracle, block 8": 12 * 0.08}, 8) == pytest.approx(0.5)
 
 
 def test_the_ways_alternate_and_the_first_round_is_not_counted(monkeypatch):
