@@ -1,6 +1,7 @@
 """Tiny random models, and a draft whose proposals a test dictates."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -74,6 +75,11 @@ def random_target(config: TargetConfig = TARGET, seed: int = 0, dtype=jnp.float3
 
 def random_draft(config: DraftConfig = DRAFT, seed: int = 1, dtype=jnp.float32) -> Draft:
     return Draft(config, random_params(config, seed, dtype), source=Path())
+
+
+def simulated(devices: int) -> str:
+    """XLA's flags of a process with so many devices, behind the ones that it would have anyway."""
+    return f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
 
 
 def byte_tokenizer(

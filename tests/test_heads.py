@@ -261,6 +261,7 @@ def test_neither_head_nor_layout_changes_a_token_greedily_or_coupled(name, dtype
     assert rows_of(state) == rows_with_the_plain_draft(dtype)
 
 
+@pytest.mark.deep
 def test_dominos_head_over_a_reduced_vocabulary_changes_no_token():
     config = dataclasses.replace(small_config("domino unshifted"), draft_vocab_size=VOCAB // 2)
     made = random_draft(config, seed=8)

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from fakes import simulated
 from meshes import AXES, CANDIDATES, VOCABULARY, decode, steps
 from runs import LAST, recipe, records, set_up_recipe, toml
 from training import TAPS, tiny_answers
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 
 def process(*command, devices: int, **more) -> subprocess.Popen:
     """A process of `meshes.py` on simulated devices; its code is compiled fast rather than well."""
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    flags = f"{simulated(devices)} --xla_backend_optimization_level=0"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags} | more
     line = [sys.executable, "tests/meshes.py", *map(str, command)]
     pipe = subprocess.PIPE
@@ -209,7 +210,7 @@ def runs(tmp_path_factory):
     return folder, config
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_run_in_two_processes_is_the_run_on_one_device_and_goes_on_there(runs):
     folder, config = runs
     (folder / "recipe.toml").write_text(toml(config))

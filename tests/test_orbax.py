@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fakes import simulated
 
 from convert import hf_to_orbax
 from dflash_jax import pair
@@ -125,10 +126,7 @@ def test_checkpoints_of_one_and_of_eight_devices_restore_on_one_two_and_eight(tm
     target = pair.read_target(source)
     orbax.save(single, "target", target.config, target.params)
     for devices in (8, 2):
-        flags = {
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-            "JAX_PLATFORMS": "cpu",
-        }
+        flags = {"XLA_FLAGS": simulated(devices), "JAX_PLATFORMS": "cpu"}
         run = subprocess.run(
             [sys.executable, "-c", MESH, str(source), str(single), str(sharded)], check=True,
             env={**os.environ, **flags}, cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE, text=True,

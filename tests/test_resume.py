@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from fakes import simulated
 from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
 from runs import recipe, records, timeless, toml
@@ -32,7 +33,7 @@ def start(store, tmp_path_factory):
         env = {
             **os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "XLA_FLAGS": simulated(devices),
         }  # fmt: skip
         return subprocess.run(command, capture_output=True, text=True, env=env)
 
@@ -95,6 +96,7 @@ def test_a_run_killed_during_a_save_goes_on_bit_for_bit(start, straight_run, kil
     assert all(p.name.isdecimal() for p in (run / "checkpoints").iterdir())
 
 
+@pytest.mark.deep
 def test_the_second_half_may_run_on_another_number_of_devices(start, straight_run, killed_run):
     run = Path(shutil.copytree(killed_run, killed_run.with_name("devices")))
     done = start(run, "mesh={fsdp=2, model=2}", devices=4)
@@ -107,7 +109,9 @@ def test_the_second_half_may_run_on_another_number_of_devices(start, straight_ru
     compare(straight_run, run, close)
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+@pytest.mark.parametrize(
+    ("name", "code"), [("SIGTERM", 143), pytest.param("SIGINT", 130, marks=pytest.mark.deep)]
+)
 def test_a_signal_lets_the_step_end_saves_it_and_exits(start, straight_run, name, code):
     run = straight_run.with_name(name)
     done = start(run, f"signals=4:{name}", "save_every=100")
