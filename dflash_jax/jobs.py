@@ -155,15 +155,10 @@ class Job:
 
     def read(self, state: State, row: int, index: int) -> Row:
         """What the row of prompt `index` holds."""
-        arrays = (
-            state.tokens,
-            state.length,
-            state.limit,
-            state.committed,
-            state.rounds,
-            state.finish,
-        )
-        tokens, length, limit, committed, rounds, finish = jax.device_get([x[row] for x in arrays])
+        # Whole arrays: a slice of each would be a program, and a wait, of its own.
+        held = state.tokens, state.length, state.limit, state.committed, state.rounds, state.finish
+        arrays = [x[row] for x in jax.device_get(held)]
+        tokens, length, limit, committed, rounds, finish = arrays
         out = tokens[limit - self.limits[index] : length].tolist()
         if any(t >= self.target.config.vocab_size for t in out):
             raise FloatingPointError(
