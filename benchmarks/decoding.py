@@ -40,9 +40,8 @@ from train.vocabulary import offsets
 from train.warm_start import random_params
 
 USED, BLOCK, REDUCED, LAYERS = 256, 8, 8192, 3
-ORACLE_TOKENS = (
-    97  # the first comes from reading the prompt; the others are whole blocks of 8 and of 16
-)
+# The first comes from reading the prompt; the others are whole blocks of 8 and of 16.
+ORACLE_TOKENS = 97
 
 
 def random_draft(target: Target, block_size: int, vocabulary: int | None = None) -> Draft:

@@ -157,8 +157,7 @@ class Job:
         """What the row of prompt `index` holds."""
         # Whole arrays: a slice of each would be a program, and a wait, of its own.
         held = state.tokens, state.length, state.limit, state.committed, state.rounds, state.finish
-        arrays = [x[row] for x in jax.device_get(held)]
-        tokens, length, limit, committed, rounds, finish = arrays
+        tokens, length, limit, committed, rounds, finish = (x[row] for x in jax.device_get(held))
         out = tokens[limit - self.limits[index] : length].tolist()
         if any(t >= self.target.config.vocab_size for t in out):
             raise FloatingPointError(

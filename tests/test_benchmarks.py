@@ -8,16 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import DRAFT, TARGET, prompts_of, random_draft, random_params
+from fakes import DRAFT, TARGET, prompts_of, random_draft, random_params, random_target
 
 from benchmarks import quantized, report, timing
 from benchmarks.__main__ import SUITE
-from benchmarks.decoding import share_of_ideal
+from benchmarks.decoding import at_length, share_of_ideal
 from benchmarks.quantized import CHUNK, in_groups, judge, measure
-from dflash_jax import generate
+from dflash_jax import bench, generate
 from dflash_jax.adapters import bind
 from dflash_jax.cache import KVCache
 from dflash_jax.checkpoint import keys, quantization
+from dflash_jax.decode import LENGTH
 from dflash_jax.pair import Target
 
 
@@ -61,6 +62,24 @@ def test_the_ideal_is_a_round_of_nothing_but_its_parts():
     seconds = {"verify(8)": 8 * 0.03, "draft(8)": 8 * 0.01, "oracle, block 8": 12 * 0.04}
     assert share_of_ideal(seconds, 8) == pytest.approx(1.0)  # 96 tokens in 12 rounds
     assert share_of_ideal(seconds | {"oracle, block 8": 12 * 0.08}, 8) == pytest.approx(0.5)
+
+
+def test_a_timed_call_runs_the_same_rounds_each_time_though_the_rows_end_in_it(monkeypatch):
+    target, draft, ran = random_target(), random_draft(), []
+
+    def decode(*args):
+        state = bench_decode(*args)
+        ran.append((int(state.rounds[0]), int(state.length[0]), int(state.finish[0])))
+        return state
+
+    bench_decode = bench.decode
+    monkeypatch.setattr(bench, "decode", decode)
+    state = at_length(target, draft, used=20, size=64).replace(limit=jnp.array([40]))
+    call = bench.rounds(*bind(target, draft), state, most=1000)
+    call(), call()
+    assert ran[0] == ran[1]
+    rounds, length, finish = ran[0]
+    assert (rounds > 1, length, finish) == (True, 40, LENGTH)
 
 
 def test_the_ways_alternate_and_the_first_round_is_not_counted(monkeypatch):
