@@ -64,7 +64,7 @@ class Job:
 
     def start(self, which: Sequence[int], size: int = 0) -> State:
         """A prefilled state of some of the prompts, with at least `size` slots."""
-        prompts, keys = [self.prompts[i] for i in which], self.keys[np.asarray(which)]
+        prompts, keys = [self.prompts[i] for i in which], _taken(self.keys, np.asarray(which))
         size = max(size, first_capacity(max(map(len, prompts)), self.models.block_size))
         limits, settings = [self.limits[i] for i in which], [self.sampling[i] for i in which]
         state = new_state(self.target, prompts, limits, self.stops, size, settings, keys)
@@ -249,7 +249,9 @@ def _lengths(state: State | None, prompts: int) -> list[int]:
     return np.asarray(state.length).tolist()
 
 
-_folded = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))  # one program, not one for each step
+# One program each, not one for each step.
+_folded = jax.jit(jax.vmap(jax.random.fold_in, (None, 0)))
+_taken = jax.jit(lambda keys, which: keys[which])
 
 
 def _keys(key: jax.Array | None, prompts: int) -> jax.Array:
