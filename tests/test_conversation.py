@@ -119,6 +119,24 @@ def test_an_answer_that_was_stopped_stays_as_far_as_it_came(asked):
     assert (talk.messages, talk.state, talk.known, talk.done) == ([], None, [], [])
 
 
+def test_an_answer_that_is_stopped_before_its_first_word_leaves_nothing(monkeypatch):
+    talk = conversation()
+    talk.ask("hello", silent)
+    before = list(talk.messages)
+
+    def compiling(*args, real=chat.stream, **options):
+        next(real(*args, **options))  # consumes the state
+        raise KeyboardInterrupt
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat, "stream", compiling)
+        with pytest.raises(KeyboardInterrupt):
+            talk.ask("go on", silent)
+    assert talk.messages == before
+    assert talk.ask("more", silent).tokens[0] == whole(talk, [*before, {"role": "user", "content": "more"}])  # fmt: skip
+
+
 def test_a_full_context_is_told_and_the_message_not_kept():
     talk = conversation()
     with pytest.raises(
