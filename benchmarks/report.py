@@ -127,10 +127,21 @@ def quantized(result: dict[str, Any]) -> str:
     return f"{table(predicted)}\n\n{table(ways)}\n\n({size}; {told(result)})"
 
 
+def conversion(result: dict[str, Any]) -> str:
+    """The table of converting a large target both ways."""
+    lines: list[Line] = [("way", "peak memory above the interpreter's start", "speed / a plain copy's")]
+    lines += [
+        (way["way"], f"{way['peak_gigabytes']:.2f} GB", f"{way['over_copy']:.2f}")
+        for way in result["ways"]
+    ]
+    return f"{table(lines)}\n\n(a bfloat16 Qwen3 of {result['gigabytes']:.2f} GB; {told(result)})"
+
+
 # Where a result's table stands: its mark, which is the result's name, and what makes it.
 TABLES: tuple[tuple[Path, str, Callable[[dict[str, Any]], str]], ...] = (
     (README, "prompts", prompts),
     (DOCS / "generate.md", "quantized", quantized),
+    (DOCS / "convert.md", "conversion", conversion),
 )
 
 
