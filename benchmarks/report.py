@@ -129,7 +129,9 @@ def quantized(result: dict[str, Any]) -> str:
 
 def conversion(result: dict[str, Any]) -> str:
     """The table of converting a large target both ways."""
-    lines: list[Line] = [("way", "peak memory above the interpreter's start", "speed / a plain copy's")]
+    lines: list[Line] = [
+        ("way", "peak memory above the interpreter's start", "speed / a plain copy's")
+    ]
     lines += [
         (way["way"], f"{way['peak_gigabytes']:.2f} GB", f"{way['over_copy']:.2f}")
         for way in result["ways"]
