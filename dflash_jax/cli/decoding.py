@@ -2,8 +2,10 @@
 
 import argparse
 import contextlib
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -40,8 +42,13 @@ def load(args: argparse.Namespace) -> tuple[Target, Any, Any]:
     # Before anything is read or drawn: downloads have bars of their own.
     source = None if args.target is None else hf.resolve(args.target)
     source_of_draft = None if draft != "" or args.draft is None else hf.resolve(args.draft)
-    with command.working(f"loading the target {args.target or '(embedded)'}") as progress:
-        target = load_target(source, dtype=args.dtype, quantize=args.quantize, progress=progress)
+    with ThreadPoolExecutor(1) as pool:
+        # The tokenizer's library, while weights are read: a twentieth of a start.
+        pool.submit(importlib.import_module, "transformers")
+        with command.working(f"loading the target {args.target or '(embedded)'}") as progress:
+            target = load_target(
+                source, dtype=args.dtype, quantize=args.quantize, progress=progress
+            )
     if draft == "":
         with command.working(f"loading the draft {args.draft or '(embedded)'}") as progress:
             draft = load_draft(
