@@ -15,9 +15,9 @@ def product(weight: Float[Array, "F D"], x: Float[Array, "D B T"]) -> Float[Arra
 
     Asking for float32 lets a CPU with bfloat16 units use them: measured with AMX, 5 times as fast as
     a bfloat16 result, which XLA computes in float32. A single bfloat16 column gets a second one there:
-    XLA has no such product with a vector and would convert the whole matrix, 9 times as slow. Float32
-    columns are filled up to a power of two: of an embedded target's layers and head, 7 columns take 1.24
-    and 1.30 of the time of 8, and 9 take 1.37 and 1.15 of that of 16 (AVX-512).
+    XLA has no such product with a vector and would convert the whole matrix, 9 times as slow. Fewer than 16
+    float32 columns a row are filled up to a power of two, if all rows have more than 4: of an embedded target's
+    layers and head, 7 columns take 1.24 and 1.30 of the time of 8, and 9 take 1.37 and 1.15 of that of 16 (AVX-512).
 
     The gradient is the same kind of product twice: JAX's own would multiply a float32 cotangent with
     a bfloat16 operand, which XLA computes in float32 as well.
@@ -29,7 +29,7 @@ def product(weight: Float[Array, "F D"], x: Float[Array, "D B T"]) -> Float[Arra
 
 
 def _filled(B: int, T: int, dtype: jnp.dtype) -> int:
-    """Columns of each of B rows that the CPU multiplies instead of T, in no more time."""
+    """Columns of each of B rows that the CPU is given instead of T; see `product`."""
     if dtype == jnp.bfloat16:
         return 2 if B * T == 1 else T
     return 1 << (T - 1).bit_length() if B * T > 4 and T < 16 else T
